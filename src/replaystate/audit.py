@@ -1,0 +1,171 @@
+"""The audit: a float32 recurrence kept beside the rings, which raises when the two part.
+
+`ReplayCache(debug=True)` owns one. Every committed token also advances a plain shadow state per layer and slot, computed
+from the step's inputs by the recurrence alone: no rings, no cursors, no folds. After every commit and flush the replayed
+state is compared with it. Slow (Python over rows and layers, one host sync a call), and meant for finding protocol errors:
+a rollback that rolled back the wrong rows, an engine that reused a slot, a kernel that folded too much.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import AuditError
+from .reference import gates, normalize, split_qkv
+
+if TYPE_CHECKING:
+    from .cache import ReplayCache
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""Largest relative error (Frobenius norm over a slot's heads) by the coarsest storage dtype: about 20 times what rounding
+alone makes in thousands of tokens (contract section 9), and far below the error of a wrong rollback."""
+
+
+class _Token(NamedTuple):
+    k: Tensor  # [HV, K] normalised, repeated to value heads
+    v: Tensor  # [HV, V]
+    g: Tensor  # [HV]
+    beta: Tensor  # [HV]
+
+
+class _Shadow:
+    """One slot of one layer: a state, and the committed tokens after it that a crop may still take back."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base = base
+        self.tokens: list[_Token] = []
+        self.pending: list[_Token] = []
+
+    def state(self, count: int | None = None) -> Tensor:
+        S = self.base
+        for token in self.tokens[:count]:
+            S = _advance(S, token)
+        return S
+
+    def trim(self, keep: int) -> None:
+        """Let all but the last `keep` tokens into the base: they cannot be cropped any more."""
+        while len(self.tokens) > keep:
+            self.base = _advance(self.base, self.tokens.pop(0))
+
+    def copy(self, count: int | None = None) -> _Shadow:
+        other = _Shadow(self.base.clone())
+        other.tokens = self.tokens[:count]
+        return other
+
+
+def _advance(S: Tensor, token: _Token) -> Tensor:
+    S = torch.exp(token.g)[:, None, None] * S
+    u = token.beta[:, None] * (token.v - (S * token.k[:, None, :]).sum(-1))
+    return S + u[:, :, None] * token.k[:, None, :]
+
+
+class Audit:
+    """Shadow states of all layers and slots of one cache.
+
+    Args:
+        cache: the cache that owns this audit and calls it at every change.
+    """
+
+    def __init__(self, cache: ReplayCache) -> None:
+        self._cache = cache
+        self._tolerance = max(TOLERANCE[cache.state_dtype], TOLERANCE[cache.ring_dtype])
+        self._shadows: dict[tuple[int, int], _Shadow] = {}
+
+    def _shadow(self, layer: int, slot: int) -> _Shadow:
+        key = (layer, slot)
+        if key not in self._shadows:
+            self._shadows[key] = _Shadow(self._cache.state(layer, slot)[0])
+        return self._shadows[key]
+
+    def forget(self, slots: list[int]) -> None:
+        """The slots were reset or loaded: start again from what the cache then holds."""
+        for layer in range(self._cache.num_layers):
+            for slot in slots:
+                self._shadows.pop((layer, slot), None)
+
+    def before_step(self, layer: int, slots: list[int]) -> None:
+        """A step is about to run: shadows that do not exist yet start from the state before it."""
+        for slot in slots:
+            self._shadow(layer, slot)
+
+    def step(
+        self,
+        layer: int,
+        slots: list[int],
+        bounds: list[tuple[int, int]],
+        mixed_qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> None:
+        """Remember the tokens of a step; row i of them is slots[i] with tokens bounds[i]."""
+        shape = self._cache.shape
+        _, k, v = split_qkv(mixed_qkv.float(), shape)
+        g, beta = gates(a.float(), b.float(), A_log.detach().float(), dt_bias.detach().float())
+        k = normalize(k).repeat_interleave(shape.heads_per_key, dim=1)
+        for slot, (begin, end) in zip(slots, bounds, strict=True):
+            tokens = [_Token(k[t].clone(), v[t].clone(), g[t].clone(), beta[t].clone()) for t in range(begin, end)]
+            self._shadow(layer, slot).pending = tokens
+
+    def commit(self, slots: list[int], accepted: list[int]) -> None:
+        """Advance the shadows by the accepted tokens and compare."""
+        for layer in range(self._cache.num_layers):
+            for slot, kept in zip(slots, accepted, strict=True):
+                shadow = self._shadow(layer, slot)
+                shadow.tokens += shadow.pending[:kept]
+                shadow.pending = []
+                shadow.trim(int(self._cache.num_committed[slot]))
+        self.compare(slots)
+
+    def crop(self, slots: list[int], counts: list[int]) -> None:
+        """Drop the last tokens, and compare."""
+        for layer in range(self._cache.num_layers):
+            for slot, count in zip(slots, counts, strict=True):
+                shadow = self._shadow(layer, slot)
+                shadow.tokens = shadow.tokens[: len(shadow.tokens) - count]
+        self.compare(slots)
+
+    def fork(self, src: list[int], dst: list[int]) -> None:
+        """dst continues from src; all sources are read first."""
+        for layer in range(self._cache.num_layers):
+            copies = [self._shadow(layer, slot).copy() for slot in src]
+            self._shadows.update({(layer, slot): shadow for slot, shadow in zip(dst, copies, strict=True)})
+        self.compare(dst)
+
+    def materialize(self, src: list[int], dst: list[int], counts: list[int]) -> None:
+        """dst continues from the state after the first `count` window tokens of src."""
+        for layer in range(self._cache.num_layers):
+            for s, d, count in zip(src, dst, counts, strict=True):
+                self._shadows[layer, d] = _Shadow(self._shadow(layer, s).state(count))
+        self.compare(dst)
+
+    def flush(self, slots: list[int]) -> None:
+        """The window is gone: nothing can be cropped any more."""
+        for layer in range(self._cache.num_layers):
+            for slot in slots:
+                self._shadow(layer, slot).trim(0)
+        self.compare(slots)
+
+    def compare(self, slots: list[int]) -> None:
+        """Compare every layer of the slots.
+
+        Raises:
+            AuditError: shadow and replayed state differ by more than rounding explains.
+        """
+        for layer in range(self._cache.num_layers):
+            for slot in slots:
+                shadow = self._shadow(layer, slot).state()
+                replayed = self._cache.state(layer, slot)[0]
+                error = float((replayed - shadow).norm() / shadow.norm().clamp(min=1e-6))
+                both_nan = bool(shadow.isnan().any()) and bool(
+                    replayed.isnan().any()
+                )  # a NaN input is not ours to judge
+                if not error <= self._tolerance and not both_nan:
+                    raise AuditError(
+                        f"audit: slot {slot}, layer {layer}: the replayed state is {error:.3g} (relative) from the shadow "
+                        f"recurrence, more than {self._tolerance:g}; rings, cursors or commits went wrong before this call"
+                    )

@@ -1,0 +1,150 @@
+"""Checks of arguments, and how slots and counts given as ints, sequences or tensors become tensors.
+
+Messages name the function, the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, DTypeError, ShapeError, SlotError
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT_DTYPES = (torch.int32, torch.int64)
+
+Indices = int | Sequence[int] | Tensor
+"""Slots, counts or accepted: an int, a sequence of ints, or an int32/int64 tensor."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'float16' for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(
+    fn: str,
+    name: str,
+    x: Tensor,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Check shape, dtype and device of one tensor.
+
+    Args:
+        fn, name: for the message.
+        x: the tensor.
+        shape: a size for each dim; a string names a free dim.
+        dtypes: the dtypes allowed.
+        device: the device expected, when given.
+
+    Raises:
+        DTypeError: not a tensor, or another dtype.
+        ShapeError: another shape or device.
+    """
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{fn}: {name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        allowed = " or ".join(dtype_name(dtype) for dtype in dtypes)
+        raise DTypeError(f"{fn}: {name}: expected {allowed}, got {dtype_name(x.dtype)}")
+    if x.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)):
+        expected = ", ".join(str(n) for n in shape)
+        raise ShapeError(f"{fn}: {name}: expected shape [{expected}], got {list(x.shape)}")
+    if device is not None and x.device != device:
+        raise ShapeError(f"{fn}: {name}: expected a tensor on {device}, got one on {x.device}")
+
+
+def check_pool(fn: str, name: str, x: Tensor) -> None:
+    """A pool of slots: the slot dim may be strided, the dims inside a slot are dense and slots do not overlap."""
+    if x.shape[0] and not x[0].is_contiguous():
+        raise ShapeError(f"{fn}: {name}: expected dense slots (only dim 0 strided), got strides {list(x.stride())}")
+    if x.shape[0] > 1 and x.stride(0) < x[0].numel():
+        raise ShapeError(f"{fn}: {name}: expected slots that do not overlap, got strides {list(x.stride())}")
+
+
+def byte_range(x: Tensor) -> tuple[int, int]:
+    """First byte and end of the memory that x touches; empty tensors touch none."""
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def check_no_overlap(fn: str, name: str, x: Tensor, others: dict[str, Tensor]) -> None:
+    """Raise when x shares memory with one of the others."""
+    begin, end = byte_range(x)
+    for other_name, other in others.items():
+        other_begin, other_end = byte_range(other)
+        if begin < other_end and other_begin < end:
+            raise ArgumentError(f"{fn}: {name}: expected no overlap with {other_name}, but they share memory")
+
+
+def as_index_tensor(fn: str, name: str, value: Indices, device: torch.device) -> Tensor:
+    """A 1-D int32/int64 tensor on the device.
+
+    Raises:
+        DTypeError: not an int, a sequence of ints or an int32/int64 tensor.
+        ShapeError: a tensor with more than one dim.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype not in INT_DTYPES:
+            raise DTypeError(f"{fn}: {name}: expected int32 or int64, got {dtype_name(value.dtype)}")
+        if value.dim() > 1:
+            raise ShapeError(f"{fn}: {name}: expected at most 1 dim, got shape {list(value.shape)}")
+        return value.reshape(-1).to(device)
+    values = [value] if isinstance(value, int) else value
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise DTypeError(f"{fn}: {name}: expected an int, a sequence of ints or a tensor, got {type(value).__name__}")
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise DTypeError(f"{fn}: {name}: expected ints, got {type(item).__name__}")
+        if not -(2**63) <= item < 2**63:
+            raise ArgumentError(f"{fn}: {name}: expected a 64-bit int, got {item}")
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def check_slots(fn: str, name: str, slots: Sequence[int], num_slots: int, null_slot: int | None) -> None:
+    """Host-side check of slots: inside the pool, and no live slot twice. Negative and null slots are padding.
+
+    Raises:
+        SlotError: a slot past the pool, or a live slot named twice.
+    """
+    seen: set[int] = set()
+    for slot in slots:
+        if slot >= num_slots:
+            raise SlotError(f"{fn}: {name}: expected slots below num_slots={num_slots}, got {slot}")
+        if slot < 0 or slot == null_slot:
+            continue
+        if slot in seen:
+            raise SlotError(f"{fn}: {name}: slot {slot} is named twice")
+        seen.add(slot)
+
+
+def check_query_start_loc(fn: str, bounds: Sequence[int], num_tokens: int) -> None:
+    """Host-side check of row bounds: they start at 0, never fall, and end inside the tokens.
+
+    Raises:
+        ArgumentError: otherwise.
+    """
+    if bounds[0] != 0:
+        raise ArgumentError(f"{fn}: query_start_loc: expected to start at 0, got {bounds[0]}")
+    for i in range(len(bounds) - 1):
+        if bounds[i + 1] < bounds[i]:
+            raise ArgumentError(
+                f"{fn}: query_start_loc: expected to never fall, got {bounds[i]} then {bounds[i + 1]} (row {i})"
+            )
+    if bounds[-1] > num_tokens:
+        raise ArgumentError(f"{fn}: query_start_loc: expected to end at N={num_tokens} or before, got {bounds[-1]}")
+
+
+def check_inference(fn: str, tensors: dict[str, Tensor]) -> None:
+    """Refuse activations that require grad: nothing here has a backward pass."""
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if x.requires_grad:
+                raise ArgumentError(
+                    f"{fn}: {name}: requires grad, but this op is inference only: call it under torch.no_grad()"
+                )

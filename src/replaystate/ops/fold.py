@@ -1,0 +1,158 @@
+"""The ops that fold a window: into another slot, in place, or into a returned state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import INT_DTYPES, check_slots, check_tensor
+from ..errors import ArgumentError, ShapeError, SlotError, SlotStatus
+from ..kernels import Call, select
+from .common import check_alive, check_rings, check_slot_words, check_src_dst, live_slots, on_host
+
+
+def _check_layers(
+    fn: str, states: list[Tensor], u_rings: list[Tensor], k_rings: list[Tensor], g_rings: list[Tensor]
+) -> Call:
+    if not states or not len(states) == len(u_rings) == len(k_rings) == len(g_rings):
+        raise ShapeError(f"{fn}: states, u_rings, k_rings, g_rings: expected one tensor a layer in each")
+    sizes = (0, 0, 0, 0)
+    for state, u, k, g in zip(states, u_rings, k_rings, g_rings, strict=True):
+        sizes = check_rings(fn, state, u, k, g, ("u_rings", "k_rings", "g_rings"))
+        if state.shape != states[0].shape or k.shape != k_rings[0].shape or state.device != states[0].device:
+            raise ShapeError(f"{fn}: states, k_rings: expected the same shapes and device in every layer")
+    return Call(fn, states[0].device.type, None, states[0].dtype, k_rings[0].dtype, sizes)
+
+
+def materialize(
+    states: list[Tensor],
+    u_rings: list[Tensor],
+    k_rings: list[Tensor],
+    g_rings: list[Tensor],
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    count: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    step_records: Tensor,
+    status: Tensor,
+    window: int,
+    null_slot: int,
+    backend: str,
+) -> None:
+    """Check, then write prefix states of all layers. See `ReplayCache.materialize`."""
+    fn = "materialize"
+    call = _check_layers(fn, states, u_rings, k_rings, g_rings)
+    device, pool = states[0].device, states[0].shape[0]
+    check_tensor(fn, "src_slots", src_slots, ["B"], INT_DTYPES, device)
+    rows = src_slots.shape[0]
+    check_tensor(fn, "dst_slots", dst_slots, [rows], INT_DTYPES, device)
+    check_tensor(fn, "count", count, [rows], INT_DTYPES, device)
+    check_slot_words(fn, pool, device, {"ring_start": ring_start, "num_committed": num_committed, "status": status})
+    check_tensor(fn, "step_records", step_records, [pool, "num_layers"], [torch.int32], device)
+    src, dst, count = src_slots.long(), dst_slots.long(), count.long()
+    if on_host(states[0]):
+        src_list, dst_list, counts = src.tolist(), dst.tolist(), count.tolist()
+        check_src_dst(fn, src_list, dst_list, pool, null_slot)
+        padding = (-1, null_slot)
+        for s, d, c in zip(src_list, dst_list, counts, strict=True):
+            if s < 0 or d < 0 or s in padding or d in padding:
+                continue
+            check_alive(fn, [s], step_records, status)
+            live = int(num_committed[s])
+            if not 0 <= c <= live:
+                raise ArgumentError(f"{fn}: count: expected 0..{live}, the window of slot {s}, got {c}")
+            if s == d and c != live:
+                raise ArgumentError(
+                    f"{fn}: src and dst are both slot {s}: expected its whole window, count={live}, got {c}"
+                )
+    skip = (src < 0) | (dst < 0) | (src >= pool) | (dst >= pool) | (src == null_slot) | (dst == null_slot)
+    safe_src, safe_dst = torch.where(skip, 0, src), torch.where(skip, 0, dst)
+    live_count = num_committed[safe_src].long()
+    clamped = ~skip & ((count < 0) | (count > live_count) | ((src == dst) & (count != live_count)))
+    pending = (step_records[safe_src] != 0).any(1) | ((status[safe_src] & int(SlotStatus.DEAD)) != 0)
+    keep = ~skip & ~clamped & ~pending
+    _set_words(status, safe_src, clamped, SlotStatus.BAD_COUNT)
+    src, dst = torch.where(keep, src, -1), torch.where(keep, dst, -1)
+    start = ring_start[safe_src].long()
+    written = torch.where(keep, safe_dst, -1)
+    for word, value in ((status, 0), (ring_start, 0), (num_committed, 0)):
+        _assign_words(word, written, value)
+    _assign_words(step_records, written, 0)
+    select(backend, call).fold_slots(states, u_rings, k_rings, g_rings, src, dst, start, count, window, status)
+
+
+def _set_words(word: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:
+    """Set a status bit where hit."""
+    where = slots[hit]
+    word[where] = word[where] | int(bit)
+
+
+def _assign_words(word: Tensor, slots: Tensor, value: int) -> None:
+    """word[slots] = value, skipping negative slots."""
+    word[slots[slots >= 0]] = value
+
+
+def flush(
+    states: list[Tensor],
+    u_rings: list[Tensor],
+    k_rings: list[Tensor],
+    g_rings: list[Tensor],
+    slots: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    step_records: Tensor,
+    status: Tensor,
+    window: int,
+    null_slot: int,
+    backend: str,
+) -> None:
+    """Check, then fold whole windows of all layers. See `ReplayCache.flush`."""
+    fn = "flush"
+    call = _check_layers(fn, states, u_rings, k_rings, g_rings)
+    device, pool, ring_slots = states[0].device, states[0].shape[0], k_rings[0].shape[2]
+    check_tensor(fn, "slots", slots, ["n"], INT_DTYPES, device)
+    check_slot_words(fn, pool, device, {"ring_start": ring_start, "num_committed": num_committed, "status": status})
+    check_tensor(fn, "step_records", step_records, [pool, "num_layers"], [torch.int32], device)
+    slots = slots.long()
+    if on_host(states[0]):
+        check_slots(fn, "slots", slots.tolist(), pool, null_slot)
+        check_alive(fn, live_slots(slots.tolist(), null_slot), step_records, status)
+    slots = slots[(slots >= 0) & (slots < pool) & (slots != null_slot)]
+    alive = ((status[slots] & int(SlotStatus.DEAD)) == 0) & (step_records[slots] == 0).all(1)
+    slots = slots[alive]
+    start, count = ring_start[slots].long(), num_committed[slots].long()
+    select(backend, call).fold_slots(states, u_rings, k_rings, g_rings, slots, slots, start, count, window, status)
+    ring_start[slots] = ((start + count) % ring_slots).to(torch.int32)
+    num_committed[slots] = 0
+
+
+def read_state(
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    slots: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    window: int,
+    null_slot: int,
+    backend: str,
+) -> Tensor:
+    """Check, then return current states of one layer. See `ReplayCache.state`."""
+    fn = "read_state"
+    sizes = check_rings(fn, state, u_ring, k_ring, g_ring, ("u_ring", "k_ring", "g_ring"))
+    pool = state.shape[0]
+    check_tensor(fn, "slots", slots, ["n"], INT_DTYPES, state.device)
+    check_slot_words(fn, pool, state.device, {"ring_start": ring_start, "num_committed": num_committed})
+    slots = slots.long()
+    if on_host(state) and any(slot >= pool for slot in slots.tolist()):
+        raise SlotError(f"{fn}: slots: expected slots below {pool}, got {slots.tolist()}")
+    slots = torch.where((slots < pool) & (slots != null_slot), slots, -1)
+    safe = slots.clamp(min=0)
+    out = state.new_zeros(slots.shape[0], *state.shape[1:], dtype=torch.float32)
+    call = Call(fn, state.device.type, None, state.dtype, k_ring.dtype, sizes, window)
+    select(backend, call).read_state(
+        state, u_ring, k_ring, g_ring, slots, ring_start[safe].long(), num_committed[safe].long(), window, out
+    )
+    return out
