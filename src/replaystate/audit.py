@@ -1,9 +1,10 @@
 """The audit: a float32 recurrence kept beside the rings, which raises when the two part.
 
-`ReplayCache(debug=True)` owns one. Every committed token also advances a plain shadow state per layer and slot, computed
-from the step's inputs by the recurrence alone: no rings, no cursors, no folds. After every commit and flush the replayed
-state is compared with it. Slow (Python over rows and layers, one host sync a call), and meant for finding protocol errors:
-a rollback that rolled back the wrong rows, an engine that reused a slot, a kernel that folded too much.
+`ReplayCache(debug=True)` owns one. Every committed token also advances a plain shadow state per layer and slot,
+computed from the step's inputs by the recurrence alone: no rings, no cursors, no folds. After every commit and flush
+the replayed state is compared with it. Slow (Python over rows and layers, one host sync a call), and meant for
+finding protocol errors: a rollback that rolled back the wrong rows, an engine that reused a slot, a kernel that
+folded too much.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .cache import ReplayCache
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""Largest relative error (Frobenius norm over a slot's heads) by the coarsest storage dtype: about 20 times what rounding
-alone makes in thousands of tokens (contract section 9), and far below the error of a wrong rollback."""
+"""Largest relative error (Frobenius norm over a slot's heads) by the coarsest storage dtype: about 20 times what
+rounding alone makes in thousands of tokens (contract section 9), and far below the error of a wrong rollback."""
 
 
 class _Token(NamedTuple):
@@ -166,6 +167,6 @@ class Audit:
                 )  # a NaN input is not ours to judge
                 if not error <= self._tolerance and not both_nan:
                     raise AuditError(
-                        f"audit: slot {slot}, layer {layer}: the replayed state is {error:.3g} (relative) from the shadow "
-                        f"recurrence, more than {self._tolerance:g}; rings, cursors or commits went wrong before this call"
+                        f"audit: slot {slot}, layer {layer}: the replayed state is {error:.3g} (relative) from the "
+                        f"shadow recurrence, more than {self._tolerance:g}: rings, cursors or commits went wrong before"
                     )

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops as _ops  # noqa: F401  registers torch.ops.replaystate
 from .audit import Audit
-from .checks import FLOAT_DTYPES, Indices, as_index_tensor, check_pool, check_slots, check_tensor, dtype_name
+from .checks import FLOAT_DTYPES, Indices, as_index_tensor, check_slots, check_tensor, dtype_name, flag, saturate
 from .errors import (
     ArgumentError,
     CapacityError,
-    DeadSlotError,
     DTypeError,
     ProtocolError,
     ShapeError,
@@ -24,6 +22,8 @@ from .errors import (
     explain_status,
 )
 from .export import pack_slot, unpack_slot
+from .ops import check_alive  # importing ops registers torch.ops.replaystate
+from .pool import Pool, default_ring_dtype, wrap_pool, zero_pool
 from .shapes import GDNShape, check_window, require_int
 
 __all__ = ["ReplayCache", "from_k_major", "to_k_major"]
@@ -39,22 +39,18 @@ def from_k_major(state: Tensor) -> Tensor:
     return state.transpose(-1, -2).contiguous()
 
 
-def default_ring_dtype(state_dtype: torch.dtype) -> torch.dtype:
-    """float32 beside a float32 state, else float16: normalised keys lose most when rounded to bfloat16."""
-    return torch.float32 if state_dtype == torch.float32 else torch.float16
-
-
 class ReplayCache:
     """Decode state of all GDN layers of a model for a pool of slots (one slot a request).
 
-    A slot holds, for every layer, a checkpoint S_0 and a ring of the inputs since; one pair of cursors for all layers says
-    which ring rows count::
+    A slot holds, for every layer, a checkpoint S_0 and a ring of the inputs since; one pair of cursors for all
+    layers says which ring rows count::
 
-        S_P = e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T        P = num_committed, row j at (ring_start + j) mod R
+        S_P = e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T        P = num_committed, row j at (ring_start + j)
+        mod R
 
-    A model step calls `replay_step` once per layer and then `commit` once. Rejected drafts cost nothing: the cursor does
-    not pass them. Negative slots and `null_slot` are padding in every method that takes several slots: nothing is read or
-    written for them, and what is returned for them is zero.
+    A model step calls `replay_step` once per layer and then `commit` once. Rejected drafts cost nothing: the cursor
+    does not pass them. Negative slots and `null_slot` are padding in every method that takes several slots: nothing
+    is read or written for them, and what is returned for them is zero.
 
     | attribute | shape | dtype | meaning |
     |---|---|---|---|
@@ -116,27 +112,9 @@ class ReplayCache:
         require_int(fn, "num_slots", num_slots, minimum=1)
         ring_slots = check_window(fn, window, max_query_len)
         ring_dtype = default_ring_dtype(state_dtype) if ring_dtype is None else ring_dtype
-        for name, dtype in (("state_dtype", state_dtype), ("ring_dtype", ring_dtype)):
-            if dtype not in FLOAT_DTYPES:
-                raise DTypeError(f"{fn}: {name}: expected float32, float16 or bfloat16, got {dtype}")
-        H, HV, K, V = shape.sizes
-
-        def per_layer(*size: int, dtype: torch.dtype) -> list[Tensor]:
-            return [torch.zeros(num_slots, *size, dtype=dtype, device=device) for _ in range(num_layers)]
-
-        self._set_up(
-            shape,
-            per_layer(HV, V, K, dtype=state_dtype),
-            per_layer(HV, ring_slots, V, dtype=ring_dtype),
-            per_layer(H, ring_slots, K, dtype=ring_dtype),
-            per_layer(HV, ring_slots, dtype=torch.float32),
-            torch.zeros(num_slots, dtype=torch.int32, device=device),
-            torch.zeros(num_slots, dtype=torch.int32, device=device),
-            window,
-            max_query_len,
-            null_slot,
-            debug,
-        )
+        _check_null_slot(fn, null_slot, num_slots)
+        pool = zero_pool(shape, num_layers, num_slots, ring_slots, state_dtype, ring_dtype, device)
+        self._set_up(shape, pool, window, max_query_len, null_slot, debug)
 
     @classmethod
     def from_tensors(
@@ -157,88 +135,42 @@ class ReplayCache:
         | tensor | shape | dtype | meaning |
         |---|---|---|---|
         | checkpoints[layer] | [num_slots, HV, V, K] | fp32, fp16, bf16 | dim 0 may be strided, the rest dense |
-        | rings[layer] | u [num_slots, HV, R, V], k [num_slots, H, R, K], g [num_slots, HV, R] | u and k one dtype, g fp32 | likewise |
+        | rings[layer] | (u, k, g): [num_slots, HV, R, V], [.., H, R, K], [.., HV, R] | u, k alike, g fp32 | likewise |
         | ring_start, num_committed | [num_slots] | int32 | cursors, owned by the engine, updated by `commit` |
 
         Raises:
-            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other, naming the numbers.
+            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other, naming the
+            numbers.
         """
         fn = "ReplayCache.from_tensors"
         _check_shape(fn, shape)
-        checkpoints, rings = list(checkpoints), list(rings)
-        if not checkpoints or len(checkpoints) != len(rings):
-            raise ShapeError(
-                f"{fn}: expected one checkpoint and one ring triple a layer, got {len(checkpoints)} and {len(rings)}"
-            )
-        if any(len(ring) != 3 for ring in rings):
-            raise ShapeError(f"{fn}: rings: expected (u, k, g) of every layer")
-        H, HV, K, V = shape.sizes
-        first, (first_u, first_k, _) = checkpoints[0], rings[0]
-        check_tensor(fn, "checkpoints[0]", first, ["num_slots", HV, V, K], FLOAT_DTYPES)
-        check_tensor(fn, "rings[0] k", first_k, [first.shape[0], H, "R", K], FLOAT_DTYPES)
-        num_slots, ring_slots = first.shape[0], first_k.shape[2]
-        require_int(fn, "num_slots", num_slots, minimum=1)
-        check_window(fn, window, max_query_len, ring_slots)
-        for layer, (state, (u, k, g)) in enumerate(zip(checkpoints, rings, strict=True)):
-            for name, x, size, dtype in (
-                (f"checkpoints[{layer}]", state, [num_slots, HV, V, K], first.dtype),
-                (f"rings[{layer}] u", u, [num_slots, HV, ring_slots, V], first_u.dtype),
-                (f"rings[{layer}] k", k, [num_slots, H, ring_slots, K], first_k.dtype),
-                (f"rings[{layer}] g", g, [num_slots, HV, ring_slots], torch.float32),
-            ):
-                check_tensor(fn, name, x, size, [dtype], first.device)
-                check_pool(fn, name, x)
-        if first_u.dtype not in FLOAT_DTYPES or first_u.dtype != first_k.dtype:
-            raise DTypeError(
-                f"{fn}: rings: expected u and k of one float dtype, got {first_u.dtype} and {first_k.dtype}"
-            )
-        for name, x in (("ring_start", ring_start), ("num_committed", num_committed)):
-            check_tensor(fn, name, x, [num_slots], [torch.int32], first.device)
+        pool = wrap_pool(shape, checkpoints, rings, ring_start, num_committed, window, max_query_len)
+        _check_null_slot(fn, null_slot, len(ring_start))
         cache = cls.__new__(cls)
-        us, ks, gs = (list(column) for column in zip(*rings, strict=True))
-        cache._set_up(
-            shape, checkpoints, us, ks, gs, ring_start, num_committed, window, max_query_len, null_slot, debug
-        )
+        cache._set_up(shape, pool, window, max_query_len, null_slot, debug)
         return cache
 
     def _set_up(
-        self,
-        shape: GDNShape,
-        states: list[Tensor],
-        u_rings: list[Tensor],
-        k_rings: list[Tensor],
-        g_rings: list[Tensor],
-        ring_start: Tensor,
-        num_committed: Tensor,
-        window: int,
-        max_query_len: int,
-        null_slot: int | None,
-        debug: bool,
+        self, shape: GDNShape, pool: Pool, window: int, max_query_len: int, null_slot: int | None, debug: bool
     ) -> None:
-        num_slots = ring_start.shape[0]
-        if null_slot is not None:
-            require_int("ReplayCache", "null_slot", null_slot, minimum=0)
-            if null_slot >= num_slots:
-                raise ArgumentError(
-                    f"ReplayCache: null_slot: expected below num_slots={num_slots} or None, got {null_slot}"
-                )
         self.shape, self.window, self.max_query_len, self.null_slot = shape, window, max_query_len, null_slot
-        self.num_layers, self.num_slots, self.ring_slots = len(states), num_slots, k_rings[0].shape[2]
-        self.state_dtype, self.ring_dtype, self.device = states[0].dtype, k_rings[0].dtype, states[0].device
-        self._states, self._u_rings, self._k_rings, self._g_rings = states, u_rings, k_rings, g_rings
-        self.ring_start, self.num_committed = ring_start, num_committed
-        self.status = torch.zeros_like(ring_start)
+        self._states, self._u_rings, self._k_rings, self._g_rings, self.ring_start, self.num_committed = pool
+        self.num_layers, self.num_slots = len(self._states), self.ring_start.shape[0]
+        self.ring_slots: int = self._k_rings[0].shape[2]
+        self.state_dtype, self.ring_dtype = self._states[0].dtype, self._k_rings[0].dtype
+        self.device = self._states[0].device
+        self.status = torch.zeros_like(self.ring_start)
         # What each layer's last step leaves for its commit (shapes.step_record), 0 when nothing is pending.
-        self._step_records = torch.zeros(num_slots, self.num_layers, dtype=torch.int32, device=self.device)
+        self._step_records = torch.zeros(self.num_slots, self.num_layers, dtype=torch.int32, device=self.device)
         self._null = -1 if null_slot is None else null_slot
-        self._free = [slot for slot in range(num_slots) if slot != null_slot]
-        self._is_free = [slot != null_slot for slot in range(num_slots)]
+        self._free = [slot for slot in range(self.num_slots) if slot != null_slot]
+        self._is_free = [slot != null_slot for slot in range(self.num_slots)]
         self.audit = Audit(self) if debug else None
 
     def __repr__(self) -> str:
         return (
-            f"ReplayCache({self.shape}, num_layers={self.num_layers}, num_slots={self.num_slots}, window={self.window}, "
-            f"max_query_len={self.max_query_len}, state_dtype={dtype_name(self.state_dtype)}, "
+            f"ReplayCache({self.shape}, num_layers={self.num_layers}, num_slots={self.num_slots}, "
+            f"window={self.window}, max_query_len={self.max_query_len}, state_dtype={dtype_name(self.state_dtype)}, "
             f"ring_dtype={dtype_name(self.ring_dtype)}, device={str(self.device)!r}, null_slot={self.null_slot}, "
             f"nbytes={self.nbytes})"
         )
@@ -247,7 +179,7 @@ class ReplayCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of checkpoints, rings, cursors, status and step records; slots' strides (padding between them) not counted."""
+        """Bytes of checkpoints, rings, cursors, status and step records; gaps between strided slots are not counted."""
         tensors = (*self._states, *self._u_rings, *self._k_rings, *self._g_rings)
         words = (self.ring_start, self.num_committed, self.status, self._step_records)
         return sum(x.numel() * x.element_size() for x in (*tensors, *words))
@@ -269,7 +201,7 @@ class ReplayCache:
     # --- slots -----------------------------------------------------------------------------------------------------
 
     def allocate(self) -> int:
-        """Take the lowest free slot: zero checkpoint in all layers, cursors 0. For engines without block ids of their own.
+        """Take the lowest free slot, with zero checkpoints and cursors. For engines without block ids of their own.
 
         Raises:
             CapacityError: no slot is free.
@@ -309,7 +241,7 @@ class ReplayCache:
             self.audit.forget(where.tolist())
 
     def invalidate(self, slots: Indices) -> None:
-        """Mark slots dead, e.g. because weights changed under their live windows. Folds nothing; reset or load revives."""
+        """Mark slots dead, e.g. when weights changed under live windows. Folds nothing; `reset` or `load` revives."""
         where = self._slots("invalidate", "slots", slots, distinct=False)
         where = where[self._real(where)]
         self.status[where] = self.status[where] | int(SlotStatus.DEAD)
@@ -355,7 +287,7 @@ class ReplayCache:
         return result
 
     def load_state(self, layer: int, slots: Indices, state: Tensor) -> None:
-        """Write the checkpoint of a layer, after a prefill. The window must be empty: `flush` a slot with a live one first.
+        """Write the checkpoint of a layer after a prefill. The window must be empty: `flush` a live one first.
 
         Args:
             layer: the layer.
@@ -374,20 +306,16 @@ class ReplayCache:
         keep = self._real(where)
         where, state = where[keep], state.detach()[keep]
         if self._on_host():
-            for slot in where.tolist():
-                if int(self.num_committed[slot]):
+            for slot, live in zip(where.tolist(), self.num_committed[where].tolist(), strict=True):
+                if live:
                     raise ProtocolError(
-                        f"{fn}: slot {slot} has a live window of {int(self.num_committed[slot])} tokens: flush or reset it first"
+                        f"{fn}: slot {slot} has a live window of {live} tokens: flush or reset it first"
                     )
         blocked = self.num_committed[where] != 0
-        self.status[where] = self.status[where] | torch.where(blocked, int(SlotStatus.WINDOW_NOT_EMPTY), 0).to(
-            torch.int32
-        )
-        where, state = where[~blocked], state[~blocked]
-        limit = torch.finfo(self.state_dtype).max
-        over = (state.abs() > limit).flatten(1).any(1)
-        self._states[layer][where] = state.clamp(-limit, limit).to(self.state_dtype)
-        self.status[where] = self.status[where] | torch.where(over, int(SlotStatus.STATE_SATURATED), 0).to(torch.int32)
+        flag(self.status, where, blocked, SlotStatus.WINDOW_NOT_EMPTY)
+        where, (stored, saturated) = where[~blocked], saturate(state[~blocked], self.state_dtype)
+        self._states[layer][where] = stored
+        flag(self.status, where, saturated, SlotStatus.STATE_SATURATED)
         if self.audit is not None:
             self.audit.forget(where.tolist())
 
@@ -411,21 +339,22 @@ class ReplayCache:
         """Publish the cursors of a model step, once, after every layer ran.
 
         Rows that folded (P >= W + 1 - executed_width): ring_start += P (mod R), num_committed = accepted. Other rows:
-        num_committed = P + accepted. The width is the one that the step recorded. Rows may be permuted against the step.
+        num_committed = P + accepted. The width is the one that the step recorded. Rows may come in another order.
 
         | argument | shape | meaning |
         |---|---|---|
         | state_indices | [B] | slots; negative and null ones are ignored |
-        | num_accepted | [B] or one int for all | leading rows kept, 0..row length; 0 keeps nothing (a fold stays a fold) |
+        | num_accepted | [B] or one int for all | leading rows kept, 0..row length; with 0 a fold stays a fold |
 
         Raises:
-            ProtocolError: (host values) no step to commit, a layer that did not step, or accepted outside 0..row length.
+            ProtocolError: (host values) no step to commit, a layer that did not step, or accepted outside 0..row
+            length.
             SlotError: (host values) a slot past the pool or named twice.
             DeadSlotError: (host values) a dead slot.
 
         Notes:
-            One small launch. Mutates ring_start, num_committed, and clears the record. Capture-safe on a device, where a
-            bad commit sets a status bit instead of raising.
+            One small launch. Mutates ring_start, num_committed, and clears the record. Capture-safe on a device,
+            where a bad commit sets a status bit instead of raising.
         """
         fn = "commit"
         where = as_index_tensor(fn, "state_indices", state_indices, self.device)
@@ -462,13 +391,13 @@ class ReplayCache:
         keep = self._real(where)
         where, counts = where[keep], counts[keep]
         if self._on_host():
-            for slot, count in zip(where.tolist(), counts.tolist(), strict=True):
-                live = int(self.num_committed[slot])
+            lengths = self.num_committed[where].tolist()
+            for slot, count, live in zip(where.tolist(), counts.tolist(), lengths, strict=True):
                 if not 0 <= count <= live:
                     raise ArgumentError(f"{fn}: num_tokens: slot {slot}: expected 0..{live} (its window), got {count}")
         held = self.num_committed[where].long()
         bad = (counts < 0) | (counts > held)
-        self.status[where] = self.status[where] | torch.where(bad, int(SlotStatus.BAD_COUNT), 0).to(torch.int32)
+        flag(self.status, where, bad, SlotStatus.BAD_COUNT)
         counts = torch.minimum(counts.clamp(min=0), held)
         self.num_committed[where] = (held - counts).to(torch.int32)
         if self.audit is not None:
@@ -533,8 +462,8 @@ class ReplayCache:
     def export(self, slot: int) -> dict[str, Tensor]:
         """One slot as a dict of CPU tensors that `load` continues from bit for bit; fits safetensors' save_file.
 
-        Holds the checkpoints, the live window rows (never stale ones, which may be another request's), the cursors and a
-        format version. See `replaystate.export` for the table.
+        Holds the checkpoints, the live window rows (never stale ones, which may be another request's), the cursors
+        and a format version. See `replaystate.export` for the table.
 
         Raises:
             ProtocolError, DeadSlotError: a step is pending, or the slot is dead. SlotError: not a real slot.
@@ -548,7 +477,8 @@ class ReplayCache:
         """Continue in `slot` from what `export` gave; what was in the slot, dead or alive, is overwritten.
 
         Raises:
-            FormatError: another format version, shape, number of layers, window or dtype, or a damaged dict; nothing changed.
+            FormatError: another format version, shape, number of layers, window or dtype, or a damaged dict; nothing
+            changed.
             SlotError: not a real slot.
         """
         self._need_host("load")
@@ -592,22 +522,21 @@ class ReplayCache:
         return (slots >= 0) & (slots < self.num_slots) & (slots != self._null)
 
     def _require_alive(self, fn: str, slots: Tensor) -> None:
-        """Host side: no step pending and not dead."""
-        if not self._on_host():
-            return
-        for slot in slots[self._real(slots)].tolist():
-            if int(self.status[slot]) & SlotStatus.DEAD:
-                raise DeadSlotError(
-                    f"{fn}: slot {slot} is dead (invalidated, or its protocol was broken): reset or load it first"
-                )
-            if bool(self._step_records[slot].any()):
-                raise ProtocolError(
-                    f"{fn}: slot {slot} has a step that was not committed: commit it (0 is allowed) first"
-                )
+        """Host side: none of the slots has a step pending or is dead."""
+        if self._on_host():
+            check_alive(fn, slots[self._real(slots)].tolist(), self._step_records, self.status)
 
     def _need_host(self, fn: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ProtocolError(f"{fn}: needs values on the host and cannot run while a CUDA graph is captured")
+
+
+def _check_null_slot(fn: str, null_slot: int | None, num_slots: int) -> None:
+    """None, or a slot of the pool."""
+    if null_slot is not None:
+        require_int(fn, "null_slot", null_slot, minimum=0)
+        if null_slot >= num_slots:
+            raise ArgumentError(f"{fn}: null_slot: expected below num_slots={num_slots} or None, got {null_slot}")
 
 
 def _check_shape(fn: str, shape: GDNShape) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, DTypeError, ShapeError, SlotError
+from .errors import ArgumentError, DTypeError, ShapeError, SlotError, SlotStatus
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
@@ -104,6 +104,19 @@ def as_index_tensor(fn: str, name: str, value: Indices, device: torch.device) ->
         if not -(2**63) <= item < 2**63:
             raise ArgumentError(f"{fn}: {name}: expected a 64-bit int, got {item}")
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def flag(status: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:
+    """Set a status bit of the slots whose row was hit; the slots are distinct."""
+    status[slots] = status[slots] | torch.where(hit, int(bit), 0).to(status.dtype)
+
+
+def saturate(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x in dtype, saturated to its finite range; which leading rows were saturated). NaN stays NaN."""
+    if dtype == torch.float32 and x.dtype != torch.float64:
+        return x.to(dtype), torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype), (x.abs() > limit).flatten(1).any(1)
 
 
 def check_slots(fn: str, name: str, slots: Sequence[int], num_slots: int, null_slot: int | None) -> None:

@@ -1,7 +1,7 @@
 """Everything that can go wrong: one exception tree, and the bits of the per-slot status word.
 
-Every error raised on purpose is a `ReplayStateError`. Bad values also are `ValueError`, bad dtypes `TypeError`, a missing
-optional package `ImportError`, so that callers who know nothing of this library catch what they expect.
+Every error raised on purpose is a `ReplayStateError`. Bad values also are `ValueError`, bad dtypes `TypeError`, a
+missing optional package `ImportError`, so that callers who know nothing of this library catch what they expect.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnsupportedModelError(ReplayStateError, ValueError):
 
 
 class SlotStatus(IntFlag):
-    """Bits of `ReplayCache.status`. Set by kernels, read by `ReplayCache.check`, cleared by reset, load and overwrite."""
+    """Bits of `ReplayCache.status`: set by kernels, read by `ReplayCache.check`, cleared by reset, load, overwrite."""
 
     OK = 0
     STATE_SATURATED = 1

@@ -105,7 +105,8 @@ def _check(cache: ReplayCache, exported: dict[str, Tensor]) -> tuple[int, int]:
     start, count = number("ring_start"), exported["g"].shape[-1]
     if not 0 <= start < cache.ring_slots or count > cache.window:
         raise FormatError(
-            f"{fn}: expected ring_start in 0..{cache.ring_slots - 1} and at most {cache.window} rows, got {start} and {count}"
+            f"{fn}: expected ring_start in 0..{cache.ring_slots - 1} and at most {cache.window} rows, "
+            f"got {start} and {count}"
         )
     status = number("status")
     if status & SlotStatus.DEAD or not 0 <= status < 2 * max(SlotStatus):

@@ -29,7 +29,8 @@ def replay_step(
 ) -> Tensor:
     """One decode step of one layer, straight from packed ragged rows.
 
-    For every row, with S_P the state of its slot (checkpoint and window), c_t the cumulative log-decay of the new tokens::
+    For every row, with S_P the state of its slot (checkpoint and window), c_t the cumulative log-decay of the new
+    tokens::
 
         u_t = beta_t (v_t - e^{c_t} S_P k^_t - sum_{s<t} e^{c_t - c_s} (k^_s . k^_t) u_s)
         y_t = e^{c_t} S_P q~_t + sum_{s<=t} e^{c_t - c_s} (k^_s . q~_t) u_s
@@ -40,7 +41,7 @@ def replay_step(
 
     | tensor | shape | dtype | direction | meaning |
     |---|---|---|---|---|
-    | mixed_qkv | [N, 2HK + HV V] | fp32, bf16, fp16 | in | per token q heads, k heads, v heads, after convolution and SiLU |
+    | mixed_qkv | [N, 2HK + HV V] | fp32, bf16, fp16 | in | per token q, k, v heads, after convolution and SiLU |
     | a | [N, HV] | float | in | raw gate input: g = -exp(A_log) softplus(a + dt_bias) |
     | b | [N, HV] | float | in | raw beta logit: beta = sigmoid(b) |
     | A_log, dt_bias | [HV] | float | in | layer parameters; may require grad, may be reloaded in place |
@@ -53,7 +54,8 @@ def replay_step(
         mixed_qkv, a, b, A_log, dt_bias, state_indices, query_start_loc: see the table.
         cache: owns checkpoints, rings and cursors.
         layer: which layer's.
-        executed_width: launch width of the step, 1..max_query_len, the same for all layers; every row has at most so many
+        executed_width: launch width of the step, 1..max_query_len, the same for all layers; every row has at most so
+        many
             tokens. Decides which rows fold. None: max_query_len.
         out: where to write; contiguous or row-strided, sharing no memory with an input. None: a fresh tensor.
         scale: of q; None: K^-1/2.
@@ -113,8 +115,8 @@ def replay_step(
         audited = _audit_rows(cache, layer, slots, query_start_loc)
     torch.ops.replaystate.replay_step(
         mixed_qkv, a, b, A_log.detach(), dt_bias.detach(), cache.checkpoint(layer), u_ring, k_ring, g_ring,
-        cache.ring_start, cache.num_committed, cache._step_records, cache.status, out, slots, query_start_loc, layer, width,
-        cache.window, cache._null, cache.shape.head_k_dim**-0.5 if scale is None else float(scale), backend,
+        cache.ring_start, cache.num_committed, cache._step_records, cache.status, out, slots, query_start_loc, layer,
+        width, cache.window, cache._null, cache.shape.head_k_dim**-0.5 if scale is None else float(scale), backend,
     )  # fmt: skip
     if cache.audit is not None:
         rows, bounds = [row for row, _ in audited], [bound for _, bound in audited]
@@ -125,7 +127,7 @@ def replay_step(
 def _audit_rows(
     cache: ReplayCache, layer: int, slots: Tensor, query_start_loc: Tensor
 ) -> list[tuple[int, tuple[int, int]]]:
-    """(slot, token bounds) of the rows that the audit follows; shadows of new slots start from the state before the step."""
+    """(slot, token bounds) of the rows that the audit follows; shadows of new slots start from the state before."""
     bounds = query_start_loc.tolist()
     real = cache._real(slots).tolist()
     rows = [
@@ -190,8 +192,8 @@ def gated_delta_rule(
     if not isinstance(shape, GDNShape):
         raise DTypeError(f"{fn}: shape: expected a GDNShape, got {type(shape).__name__}")
     out, final_state = torch.ops.replaystate.gated_delta_rule(
-        mixed_qkv, a, b, A_log.detach(), dt_bias.detach(), initial_state, query_start_loc.to(mixed_qkv.device), *shape.sizes,
-        shape.head_k_dim**-0.5 if scale is None else float(scale), backend,
+        mixed_qkv, a, b, A_log.detach(), dt_bias.detach(), initial_state, query_start_loc.to(mixed_qkv.device),
+        *shape.sizes, shape.head_k_dim**-0.5 if scale is None else float(scale), backend,
     )  # fmt: skip
     return out, final_state
 

@@ -46,7 +46,8 @@ def gated_delta_rule_mtp_ucache_flush(
 ) -> Tensor:
     """Verify, append and fold for padded rows: one step of one layer.
 
-    The mathematics is that of `replay_step`; all T lanes of a row run. Rows with hist_len >= flush_min fold their window.
+    The mathematics is that of `replay_step`; all T lanes of a row run. Rows with hist_len >= flush_min fold their
+    window.
 
     | tensor | shape | dtype | direction | meaning |
     |---|---|---|---|---|
@@ -55,7 +56,7 @@ def gated_delta_rule_mtp_ucache_flush(
     | a, b | [B, T, HV] | float | in | raw gate input (-inf: no decay), raw beta logit |
     | A_log, dt_bias | [HV] | float | in | layer parameters |
     | initial_state_source | [pool, HV, V, K] | fp32, bf16, fp16 | in/out | checkpoints; written for folding rows |
-    | initial_state_indices | [B] | int32 | in | slot of each row; negative: padding, nothing read or written. None: 0..B-1 |
+    | initial_state_indices | [B] | int32 | in | slot of each row; negative: padding. None: 0..B-1 |
     | k_cache, u_cache | [pool, H, R, K], [pool, HV, R, V] | float | in/out | rings; T rows appended per row |
     | g_cache | [pool, HV, R] | fp32 | in/out | log-decay of each token (`g_layout` "per_token") |
     | hist_len, cache_base | [B] | int32 | in (in/out with restart) | window length 0..R/2 and origin 0..R-1 per row |
@@ -88,7 +89,8 @@ def gated_delta_rule_mtp_ucache_flush(
     fn = "gated_delta_rule_mtp_ucache_flush"
     if softplus_beta != 1.0 or softplus_threshold != 20.0:
         raise ArgumentError(
-            f"{fn}: softplus_beta, softplus_threshold: expected 1.0 and 20.0, got {softplus_beta} and {softplus_threshold}"
+            f"{fn}: softplus_beta, softplus_threshold: expected 1.0 and 20.0, "
+            f"got {softplus_beta} and {softplus_threshold}"
         )
     if use_qk_l2norm_in_kernel is not True:
         raise ArgumentError(f"{fn}: use_qk_l2norm_in_kernel: expected True, got {use_qk_l2norm_in_kernel!r}")
@@ -137,8 +139,8 @@ def gdn_prefix_materialize(
 ) -> Tensor:
     """Write into slot dst the state after the first `count` window rows of slot src, for one layer.
 
-    S_C = e^{G_C} S_0 + sum_{j < C} e^{G_C - G_j} u_j k^_j^T. count = 0 is a bit-exact copy. src, its ring and its cursors
-    stay untouched (unless src == dst, which is right only for the whole window).
+    S_C = e^{G_C} S_0 + sum_{j < C} e^{G_C - G_j} u_j k^_j^T. count = 0 is a bit-exact copy. src, its ring and its
+    cursors stay untouched (unless src == dst, which is right only for the whole window).
 
     | tensor | shape | dtype | direction | meaning |
     |---|---|---|---|---|
@@ -154,8 +156,8 @@ def gdn_prefix_materialize(
         state.
 
     Raises:
-        ShapeError, DTypeError, ArgumentError: tensors that do not fit. SlotError: (host values) a slot past the pool, a dst
-        named twice, or a dst that is another row's src.
+        ShapeError, DTypeError, ArgumentError: tensors that do not fit. SlotError: (host values) a slot past the
+        pool, a dst named twice, or a dst that is another row's src.
 
     Notes:
         Cost: one read and one write of HV V K elements a row, plus `count` ring rows. No host sync is needed.
@@ -195,7 +197,7 @@ def require_same_g_layout(kernel: Any, materializer: Any) -> None:
     first, second = getattr(kernel, "g_layout", None), getattr(materializer, "g_layout", None)
     if first is None or second is None or first != second:
         raise GLayoutError(
-            f"kernel and materializer disagree on the g ring: {first!r} and {second!r}; take both from the same library, "
+            f"kernel and materializer disagree on the g ring: {first!r} and {second!r}; take both from one library, "
             "or translate the ring with convert_g_ring"
         )
 
@@ -203,9 +205,9 @@ def require_same_g_layout(kernel: Any, materializer: Any) -> None:
 def convert_g_ring(g: Tensor, ring_start: Tensor, num_committed: Tensor, *, to: GLayout) -> Tensor:
     """Translate g rings between per-token and cumulative log-decay; returns a new tensor.
 
-    cumulative_j = sum_{i <= j} per_token_i over the live rows, restarting at the window's origin. Rows outside the window
-    are copied. Towards "per_token" this takes differences, which round where one token decayed hard; a decay to nothing
-    (-inf) followed by more rows cannot be undone.
+    cumulative_j = sum_{i <= j} per_token_i over the live rows, restarting at the window's origin. Rows outside the
+    window are copied. Towards "per_token" this takes differences, which round where one token decayed hard; a decay to
+    nothing (-inf) followed by more rows cannot be undone.
 
     Args:
         g: [pool, HV, R] float32, holding the other layout.

@@ -1,7 +1,8 @@
 """The truth: the Gated DeltaNet recurrence and its replay, in plain torch, for any float dtype.
 
-Nothing here is fast and nothing is clever. Rows and tokens are Python loops over the equations of the docstrings, so that
-a reader can check them by eye; float64 runs of these functions are what every kernel of this library is tested against.
+Nothing here is fast and nothing is clever. Rows and tokens are Python loops over the equations of the docstrings, so
+that a reader can check them by eye; float64 runs of these functions are what every kernel of this library is tested
+against.
 No other module's arithmetic is used.
 
 Per value head, with S of shape [V, K]::
@@ -48,7 +49,7 @@ class Window(NamedTuple):
 
 
 def window_of(u_ring: Tensor, k_ring: Tensor, g_ring: Tensor, ring_start: int, num_committed: int) -> Window:
-    """Read the P live rows of one slot out of its rings [heads, R, dim] ([HV, R] for g); row j is at (start + j) mod R."""
+    """The P live rows of one slot's rings [heads, R, dim] ([HV, R] for g); row j is at (ring_start + j) mod R."""
     ring_slots = k_ring.shape[1]
     rows = [(ring_start + j) % ring_slots for j in range(num_committed)]
     return Window(k_ring[:, rows].transpose(0, 1), u_ring[:, rows].transpose(0, 1), g_ring[:, rows].transpose(0, 1))

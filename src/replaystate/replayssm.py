@@ -151,7 +151,8 @@ def pack_replayssm_rows(
 ) -> Tensor:
     """Ragged rows of tokens as [rows, executed_width, ...], without a host sync.
 
-    Row i holds tokens query_start_loc[i] .. query_start_loc[i + 1] - 1, then padding_value. A row that is longer is cut.
+    Row i holds tokens query_start_loc[i] .. query_start_loc[i + 1] - 1, then padding_value. A row that is longer is
+    cut.
 
     | tensor | shape | dtype | meaning |
     |---|---|---|---|
@@ -232,7 +233,8 @@ def _check_bounds(fn: str, bounds: list[int], tokens: int, executed_width: int) 
             )
         if length < 0 or bounds[i] < 0 or bounds[i + 1] > tokens:
             raise ArgumentError(
-                f"{fn}: query_start_loc: row {i}: expected bounds inside the {tokens} tokens, got {bounds[i]}..{bounds[i + 1]}"
+                f"{fn}: query_start_loc: row {i}: expected bounds inside the {tokens} tokens, "
+                f"got {bounds[i]}..{bounds[i + 1]}"
             )
 
 
@@ -267,7 +269,7 @@ def run_gdn_replayssm(
     | a, b | [N, HV] | float | in | raw gate input, raw beta logit; may have another dtype than mixed_qkv |
     | A_log, dt_bias | [HV] | float | in | layer parameters; may require grad, may be reloaded in place |
     | checkpoint_state | [pool, HV, V, K] | state dtype | in/out | written for rows that fold |
-    | replayssm_cache | u [pool, HV, R, V], k [pool, H, R, K], g [pool, HV, R] | ring dtype, fp32 | in/out | in that order |
+    | replayssm_cache | u [pool, HV, R, V], k [pool, H, R, K], g [pool, HV, R] | float, g fp32 | in/out | |
     | ring_start, num_committed | [pool] | int32 | in | cursors per slot |
     | query_start_loc | [rows + 1] | int32 | in | row bounds |
     | state_indices | [rows] | int32 | in | slot of each row; <= 0 is padding |

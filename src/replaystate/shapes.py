@@ -101,7 +101,8 @@ def check_window(fn: str, window: int, max_query_len: int, ring_slots: int | Non
         raise ArgumentError(f"{fn}: ring slots: expected a power of two, got {ring_slots}")
     if ring_slots < window + max_query_len:
         raise ArgumentError(
-            f"{fn}: ring slots: expected R >= W + T = {window} + {max_query_len} (window + max_query_len), got {ring_slots}"
+            f"{fn}: ring slots: expected R >= W + T = {window} + {max_query_len} (window + max_query_len), "
+            f"got {ring_slots}"
         )
     return ring_slots
 

@@ -1,7 +1,7 @@
 """FlashInfer's SM100 ReplaySSM kernel and materializer: whether they can run here, and loading them.
 
-The only module that imports flashinfer. Their g ring is cumulative since the checkpoint, ours is per token: the two kernels'
-rings are not interchangeable (`replaystate.convert_g_ring` translates).
+The only module that imports flashinfer. Their g ring is cumulative since the checkpoint, ours is per token: the two
+kernels' rings are not interchangeable (`replaystate.convert_g_ring` translates).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which backend runs a call, and why not a better one.
 
-A backend says of every call either nothing (it can) or why it cannot. The first in order of preference that can is taken;
-the choice is logged once per kind of call. A backend asked for by name either runs or raises with its reason.
+A backend says of every call either nothing (it can) or why it cannot. The first in order of preference that can is
+taken; the choice is logged once per kind of call. A backend asked for by name either runs or raises with its reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backend "torch": every op in plain torch, on any device that torch has.
 
-Vectorised over rows and heads. A step loops in Python over its at most `executed_width` tokens, a fold over the window's
-rows; never over rows of the batch, and padding goes to executed_width, never to the longest row of the batch.
+Vectorised over rows and heads. A step loops in Python over its at most `executed_width` tokens, a fold over the
+window's rows; never over rows of the batch, and padding goes to executed_width, never to the longest row of the batch.
 
 The same row gives the same bits alone, in any batch and at any place in it. That is by construction: contractions are a
 product and a sum over the innermost dim (whose order depends on its length only), never a batched matrix product (whose
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import flag, saturate
 from ..errors import SlotStatus
 from ..shapes import QK_NORM_EPS, flush_min
 
@@ -79,20 +80,6 @@ def _per_value_head(x: Tensor, num_v_heads: int, dim: int) -> Tensor:
     return x.repeat_interleave(num_v_heads // x.shape[dim], dim=dim)
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x in dtype, saturated to its finite range; which leading rows were saturated). NaN stays NaN."""
-    if dtype == torch.float32:
-        return x, torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
-    limit = torch.finfo(dtype).max
-    saturated = (x.abs() > limit).flatten(1).any(1)
-    return x.clamp(-limit, limit).to(dtype), saturated
-
-
-def _flag(status: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:
-    """Set one status bit of the slots whose row was hit; the slots are distinct."""
-    status[slots] = status[slots] | torch.where(hit, int(bit), 0).to(status.dtype)
-
-
 # --- the window and the step ---------------------------------------------------------------------------------------
 
 
@@ -139,7 +126,7 @@ def _fold(S: Tensor, rows: _Rows) -> Tensor:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Outputs and corrections [n, T, HV, V] of T tokens after the window; q, k [n, T, H, K] normalised, g, beta [n, T, HV]."""
+    """(y, u), both [n, T, HV, V], of T tokens after the window; q, k [n, T, H, K] normalised, g, beta [n, T, HV]."""
     n, tokens, HV, V = v.shape
     wide_g = g.to(_wide(g.device))
     whole = torch.zeros_like(wide_g[:, 0])  # log-decay from the window's end to now
@@ -197,7 +184,7 @@ def _advance(
 
     row, token = (torch.arange(tokens, device=slots.device) < lengths[:, None]).nonzero(as_tuple=True)
     at = (start[row] + count[row] + token) % ring_slots
-    stored_u, saturated = _round(u[row, token], u_ring.dtype)
+    stored_u, saturated = saturate(u[row, token], u_ring.dtype)
     u_ring[slots[row], :, at] = stored_u
     k_ring[slots[row], :, at] = k[row, token].to(k_ring.dtype)
     g_ring[slots[row], :, at] = g[row, token]
@@ -205,13 +192,13 @@ def _advance(
         hit = torch.zeros(len(slots), dtype=torch.bool, device=slots.device).index_put(
             (row,), saturated, accumulate=True
         )
-        _flag(status, slots, hit, SlotStatus.RING_SATURATED)
+        flag(status, slots, hit, SlotStatus.RING_SATURATED)
 
     folding = (count >= fold_at).nonzero().squeeze(1)
-    folded, saturated = _round(_fold(S[folding], _Rows(*(x[folding] for x in rows))), state.dtype)
+    folded, saturated = saturate(_fold(S[folding], _Rows(*(x[folding] for x in rows))), state.dtype)
     state[slots[folding]] = folded
     if status is not None:
-        _flag(status, slots[folding], saturated, SlotStatus.STATE_SATURATED)
+        flag(status, slots[folding], saturated, SlotStatus.STATE_SATURATED)
     return y
 
 
@@ -256,9 +243,9 @@ def replay_step(
     other = torch.where(record == 0, new_record[:, None], record)
     broken = (record[:, layer] != 0) | (other != new_record[:, None]).any(1)
     bad_cursor = (start < 0) | (start >= ring_slots) | (count < 0) | (count > window)
-    _flag(status, slots, broken, SlotStatus.NOT_COMMITTED | SlotStatus.DEAD)
-    _flag(status, slots, bad_cursor, SlotStatus.BAD_CURSOR | SlotStatus.DEAD)
-    _flag(status, slots, length > executed_width, SlotStatus.ROW_CUT)
+    flag(status, slots, broken, SlotStatus.NOT_COMMITTED | SlotStatus.DEAD)
+    flag(status, slots, bad_cursor, SlotStatus.BAD_CURSOR | SlotStatus.DEAD)
+    flag(status, slots, length > executed_width, SlotStatus.ROW_CUT)
     keep = (status[slots] & int(SlotStatus.DEAD)) == 0
     slots, begin, length, start, count, new_record = (x[keep] for x in (slots, begin, length, start, count, new_record))
     if slots.numel() == 0:
@@ -361,7 +348,7 @@ def fold_slots(
     window: int,
     status: Tensor | None,
 ) -> None:
-    """Into slot dst of every layer, the state after `count` window rows of slot src. Rows with a negative slot are skipped."""
+    """Into slot dst of every layer, the state after `count` window rows of slot src; negative slots skip the row."""
     keep = (src_slots >= 0) & (dst_slots >= 0)
     src, dst, start, count = (x[keep].long() for x in (src_slots, dst_slots, start, count))
     if src.numel() == 0:
@@ -370,10 +357,10 @@ def fold_slots(
     for state, u_ring, k_ring, g_ring in zip(states, u_rings, k_rings, g_rings, strict=True):
         stored = state[src]
         folded = _fold(stored.float(), _read_window(u_ring, k_ring, g_ring, src, start, count, window))
-        rounded, saturated = _round(folded, state.dtype)
+        rounded, saturated = saturate(folded, state.dtype)
         state[dst] = torch.where(copy, stored, rounded)  # no rows: the same bits, NaN payloads included
         if status is not None:
-            _flag(status, dst, saturated, SlotStatus.STATE_SATURATED)
+            flag(status, dst, saturated, SlotStatus.STATE_SATURATED)
 
 
 def read_state(
@@ -413,12 +400,12 @@ def commit(
     records = step_records[slots]
     record = records.amax(1)
     no_step = records.amin(1) == 0
-    _flag(status, slots, no_step, SlotStatus.NO_STEP)
-    _flag(
+    flag(status, slots, no_step, SlotStatus.NO_STEP)
+    flag(
         status, slots, no_step & (record != 0), SlotStatus.DEAD
     )  # some layers stepped: their rings and the others' differ
     width, length = (record >> 16).long(), (record & 0xFFFF).long()
-    _flag(status, slots, ~no_step & ((accepted < 0) | (accepted > length)), SlotStatus.ACCEPTED_CLAMPED)
+    flag(status, slots, ~no_step & ((accepted < 0) | (accepted > length)), SlotStatus.ACCEPTED_CLAMPED)
     accepted = torch.minimum(accepted.clamp(min=0), length)
     start, count = ring_start[slots].long(), num_committed[slots].long()
     folded = count >= window + 1 - width
@@ -460,7 +447,8 @@ def gated_delta_rule(
     v = v.unflatten(-1, (HV, V)).float()
     g, beta = _gates(a, b, A_log, dt_bias)
     decay = _exp(g.to(_wide(g.device)))
-    # Longest rows first, so that the rows still running are always a prefix: states stay in place and are never gathered.
+    # Longest rows first, so that the rows still running are always a prefix: states stay in place and are never
+    # gathered.
     order = length.argsort(descending=True, stable=True)
     begin, running = begin[order], (length[:, None] > torch.arange(longest, device=length.device)).sum(0).tolist()
     S = final_state[order]

@@ -3,8 +3,8 @@
 `torch.ops.replaystate.*` mutate only buffers that their schema marks, allocate nothing but what they return, and can be
 traced by torch.compile. The public functions (`functional.py`, `cache.py`, `kernel_api.py`) are thin layers over them.
 
-Static checks always run. Checks that need values (slots, cursors, row bounds) run when those lie in host memory and raise
-before anything is changed; on a device the kernel clamps and sets a bit of the status word instead.
+Static checks always run. Checks that need values (slots, cursors, row bounds) run when those lie in host memory and
+raise before anything is changed; on a device the kernel clamps and sets a bit of the status word instead.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .common import check_alive
 from .fold import flush, materialize, read_state
 from .kernel_level import prefix_materialize, ucache_flush
 from .prefill import gated_delta_rule
 from .step import commit, replay_step
 
+__all__ = ["check_alive"]
+
 _library = torch.library.Library("replaystate", "DEF")
 
 _library.define(
-    "replay_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, Tensor(b!) u_ring, "
-    "Tensor(c!) k_ring, Tensor(d!) g_ring, Tensor ring_start, Tensor num_committed, Tensor(e!) step_records, "
-    "Tensor(f!) status, Tensor(g!) out, Tensor state_indices, Tensor query_start_loc, int layer, int executed_width, "
-    "int window, int null_slot, float scale, str backend) -> ()"
+    "replay_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, "
+    "Tensor(b!) u_ring, Tensor(c!) k_ring, Tensor(d!) g_ring, Tensor ring_start, Tensor num_committed, "
+    "Tensor(e!) step_records, Tensor(f!) status, Tensor(g!) out, Tensor state_indices, Tensor query_start_loc, "
+    "int layer, int executed_width, int window, int null_slot, float scale, str backend) -> ()"
 )
 _library.define(
     "commit(Tensor state_indices, Tensor num_accepted, Tensor(a!) ring_start, Tensor(b!) num_committed, "
@@ -36,8 +39,8 @@ _library.define(
 )
 _library.define(
     "flush(Tensor(a!)[] states, Tensor[] u_rings, Tensor[] k_rings, Tensor[] g_rings, Tensor slots, "
-    "Tensor(b!) ring_start, Tensor(c!) num_committed, Tensor step_records, Tensor(d!) status, int window, int null_slot, "
-    "str backend) -> ()"
+    "Tensor(b!) ring_start, Tensor(c!) num_committed, Tensor step_records, Tensor(d!) status, int window, "
+    "int null_slot, str backend) -> ()"
 )
 _library.define(
     "read_state(Tensor state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor slots, Tensor ring_start, "
@@ -45,8 +48,8 @@ _library.define(
 )
 _library.define(
     "gated_delta_rule(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? initial_state, "
-    "Tensor query_start_loc, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim, float scale, str backend)"
-    " -> (Tensor, Tensor)"
+    "Tensor query_start_loc, int num_k_heads, int num_v_heads, int head_k_dim, int head_v_dim, float scale, "
+    "str backend) -> (Tensor, Tensor)"
 )
 _library.define(
     "ucache_flush(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, "

@@ -44,13 +44,18 @@ def check_alive(fn: str, slots: list[int], step_records: Tensor, status: Tensor)
     Raises:
         DeadSlotError: a dead slot. ProtocolError: a pending step.
     """
-    for slot in slots:
-        if int(status[slot]) & SlotStatus.DEAD:
-            raise DeadSlotError(
-                f"{fn}: slot {slot} is dead (invalidated, or its protocol was broken): reset or load it first"
-            )
-        if bool(step_records[slot].any()):
+    where = torch.tensor(slots, dtype=torch.int64)
+    pending: list[bool] = (step_records[where] != 0).any(1).tolist()
+    for slot, word, unfinished in zip(slots, status[where].tolist(), pending, strict=True):
+        if word & SlotStatus.DEAD:
+            raise dead_slot_error(fn, slot)
+        if unfinished:
             raise ProtocolError(f"{fn}: slot {slot} has a step that was not committed: commit it (0 is allowed) first")
+
+
+def dead_slot_error(fn: str, slot: int) -> DeadSlotError:
+    """The one message for a call on a dead slot."""
+    return DeadSlotError(f"{fn}: slot {slot} is dead (invalidated, or its protocol was broken): reset or load it first")
 
 
 def live_slots(slots: list[int], null_slot: int) -> list[int]:

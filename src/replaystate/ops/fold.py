@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import INT_DTYPES, check_slots, check_tensor
+from ..checks import INT_DTYPES, check_slots, check_tensor, flag
 from ..errors import ArgumentError, ShapeError, SlotError, SlotStatus
 from ..kernels import Call, select
 from .common import check_alive, check_rings, check_slot_words, check_src_dst, live_slots, on_host
@@ -54,9 +54,8 @@ def materialize(
     if on_host(states[0]):
         src_list, dst_list, counts = src.tolist(), dst.tolist(), count.tolist()
         check_src_dst(fn, src_list, dst_list, pool, null_slot)
-        padding = (-1, null_slot)
         for s, d, c in zip(src_list, dst_list, counts, strict=True):
-            if s < 0 or d < 0 or s in padding or d in padding:
+            if s < 0 or d < 0 or null_slot in (s, d):
                 continue
             check_alive(fn, [s], step_records, status)
             live = int(num_committed[s])
@@ -66,31 +65,18 @@ def materialize(
                 raise ArgumentError(
                     f"{fn}: src and dst are both slot {s}: expected its whole window, count={live}, got {c}"
                 )
-    skip = (src < 0) | (dst < 0) | (src >= pool) | (dst >= pool) | (src == null_slot) | (dst == null_slot)
-    safe_src, safe_dst = torch.where(skip, 0, src), torch.where(skip, 0, dst)
-    live_count = num_committed[safe_src].long()
-    clamped = ~skip & ((count < 0) | (count > live_count) | ((src == dst) & (count != live_count)))
-    pending = (step_records[safe_src] != 0).any(1) | ((status[safe_src] & int(SlotStatus.DEAD)) != 0)
-    keep = ~skip & ~clamped & ~pending
-    _set_words(status, safe_src, clamped, SlotStatus.BAD_COUNT)
-    src, dst = torch.where(keep, src, -1), torch.where(keep, dst, -1)
-    start = ring_start[safe_src].long()
-    written = torch.where(keep, safe_dst, -1)
-    for word, value in ((status, 0), (ring_start, 0), (num_committed, 0)):
-        _assign_words(word, written, value)
-    _assign_words(step_records, written, 0)
+    real = (src >= 0) & (dst >= 0) & (src < pool) & (dst < pool) & (src != null_slot) & (dst != null_slot)
+    src, dst, count = src[real], dst[real], count[real]
+    live_count = num_committed[src]
+    bad = (count < 0) | (count > live_count) | ((src == dst) & (count != live_count))
+    flag(status, src, bad, SlotStatus.BAD_COUNT)
+    keep = ~bad & (step_records[src] == 0).all(1) & ((status[src] & int(SlotStatus.DEAD)) == 0)
+    src, dst, count = src[keep], dst[keep], count[keep]
+    start = ring_start[src].long()
+    status[dst] = status[src]
+    for word in (ring_start, num_committed, step_records):
+        word[dst] = 0
     select(backend, call).fold_slots(states, u_rings, k_rings, g_rings, src, dst, start, count, window, status)
-
-
-def _set_words(word: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:
-    """Set a status bit where hit."""
-    where = slots[hit]
-    word[where] = word[where] | int(bit)
-
-
-def _assign_words(word: Tensor, slots: Tensor, value: int) -> None:
-    """word[slots] = value, skipping negative slots."""
-    word[slots[slots >= 0]] = value
 
 
 def flush(

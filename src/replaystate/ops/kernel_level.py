@@ -69,8 +69,8 @@ def ucache_flush(
     if rows and width:
         call = Call("ucache_flush", device.type, q.dtype, state.dtype, k_cache.dtype, (H, HV, K, V), window, width)
         select(backend, call).ucache_flush(
-            q, k, v, a, b, A_log, dt_bias, state, u_cache, k_cache, g_cache, state_indices, hist_len, cache_base, output,
-            flush_min_, window, scale,
+            q, k, v, a, b, A_log, dt_bias, state, u_cache, k_cache, g_cache, state_indices, hist_len, cache_base,
+            output, flush_min_, window, scale,
         )  # fmt: skip
     if restart:
         folded = (state_indices >= 0) & (hist_len >= flush_min_)

@@ -14,10 +14,10 @@ from ..checks import (
     check_slots,
     check_tensor,
 )
-from ..errors import ArgumentError, DeadSlotError, ProtocolError, ShapeError, SlotStatus
+from ..errors import ArgumentError, ProtocolError, ShapeError, SlotStatus
 from ..kernels import Call, select
 from ..shapes import check_window, read_step_record, step_record
-from .common import check_rings, check_slot_words, live_slots, on_host
+from .common import check_rings, check_slot_words, dead_slot_error, live_slots, on_host
 
 
 def replay_step(
@@ -69,13 +69,13 @@ def replay_step(
     check_no_overlap(fn, "out", out, {**inputs, "u_ring": u_ring, "k_ring": k_ring, "g_ring": g_ring})
     if on_host(state):
         _check_step_values(
-            fn, tokens, ring_start, num_committed, step_records, status, state_indices, query_start_loc, layer, executed_width,
-            window, ring_slots, null_slot,
+            fn, tokens, ring_start, num_committed, step_records, status, state_indices, query_start_loc, layer,
+            executed_width, window, ring_slots, null_slot,
         )  # fmt: skip
     call = Call(fn, device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, (H, HV, K, V), window, executed_width)
     select(backend, call).replay_step(
-        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records, status, out,
-        state_indices, query_start_loc, layer, executed_width, window, null_slot, scale,
+        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
+        status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot, scale,
     )  # fmt: skip
 
 
@@ -105,9 +105,7 @@ def _check_step_values(
     lengths = [bounds[i + 1] - bounds[i] for i, slot in enumerate(slots) if slot >= 0 and slot != null_slot]
     for slot, length, start, count, word, record in zip(live, lengths, starts, counts, words, records, strict=True):
         if word & SlotStatus.DEAD:
-            raise DeadSlotError(
-                f"{fn}: slot {slot} is dead (invalidated, or its protocol was broken): reset or load it first"
-            )
+            raise dead_slot_error(fn, slot)
         if length > executed_width:
             raise ArgumentError(
                 f"{fn}: query_start_loc: slot {slot} has {length} tokens, more than executed_width={executed_width}"
@@ -119,8 +117,8 @@ def _check_step_values(
             if value and value != expected:
                 width, row_length = read_step_record(value)
                 raise ProtocolError(
-                    f"{fn}: slot {slot}: layer {other} was stepped with executed_width={width} and {row_length} tokens, "
-                    f"layer {layer} now with {executed_width} and {length}: one step is the same for all layers"
+                    f"{fn}: slot {slot}: layer {other} was stepped with executed_width={width} and {row_length} "
+                    f"tokens, layer {layer} now with {executed_width} and {length}: one step is the same for all layers"
                 )
         if not 0 <= start < ring_slots or not 0 <= count <= window:
             raise ProtocolError(
@@ -163,9 +161,7 @@ def commit(
 
 def _check_commit_of(fn: str, slot: int, accepted: int, records: list[int], status: int) -> None:
     if status & SlotStatus.DEAD:
-        raise DeadSlotError(
-            f"{fn}: slot {slot} is dead (invalidated, or its protocol was broken): reset or load it first"
-        )
+        raise dead_slot_error(fn, slot)
     if not any(records):
         raise ProtocolError(f"{fn}: slot {slot} has no step to commit (each step is committed once)")
     missing = [layer for layer, record in enumerate(records) if not record]
@@ -174,5 +170,6 @@ def _check_commit_of(fn: str, slot: int, accepted: int, records: list[int], stat
     width, length = read_step_record(records[0])
     if not 0 <= accepted <= length:
         raise ProtocolError(
-            f"{fn}: num_accepted: slot {slot}: expected 0..{length}, the tokens of its row (executed_width={width}), got {accepted}"
+            f"{fn}: num_accepted: slot {slot}: expected 0..{length}, the tokens of its row "
+            f"(executed_width={width}), got {accepted}"
         )

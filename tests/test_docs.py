@@ -1,0 +1,176 @@
+"""The documentation is true: its examples run, its commands and links exist.
+
+How this tests, in plain words: every ```python block of README.md, CONTRIBUTING.md and docs/ is executed, the
+blocks of one file in order and in one namespace, from the repository root. A block that cannot run here is
+skipped by a comment on the line above its fence, which must give the reason:
+
+    <!-- no-run: needs a GPU -->
+
+Every `make` target that a shell block names must be in the Makefile, every relative link must lead to a file,
+and the doctests of every public module of the package must pass.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import replaystate
+
+pytestmark = pytest.mark.docs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+# A module that needs an extra, and the package to look for.
+EXTRAS = {"replaystate.transformers": "transformers", "replaystate.cli": "typer"}
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)")
+NO_RUN = re.compile(r"<!--\s*no-run\b:?(?P<reason>.*?)-->")
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+SHELL = ("console", "bash", "sh", "shell")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page; `line` is the number of its first line of code, from 1."""
+
+    language: str
+    code: str
+    line: int
+    no_run: str | None
+
+
+def read_blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a markdown text."""
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        opening = FENCE.match(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        first = number + 1
+        last = first
+        while last < len(lines) and lines[last].strip() != opening["ticks"]:
+            last += 1
+        if last == len(lines):
+            raise ValueError(f"line {number + 1}: this block is never closed")
+        above = next((line for line in reversed(lines[:number]) if line.strip()), "")
+        skip = NO_RUN.fullmatch(above.strip())
+        indent = len(opening["indent"])
+        yield Block(
+            language=opening["language"],
+            code="\n".join(line[indent:] for line in lines[first:last]),
+            line=first + 1,
+            no_run=skip["reason"].strip() if skip else None,
+        )
+        number = last + 1
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def modules() -> list[str]:
+    """The names of the package's public modules, found without importing them (an extra may be missing)."""
+    names = ["replaystate"]
+    stack = [(list(replaystate.__path__), "replaystate.")]
+    while stack:
+        path, prefix = stack.pop()
+        for info in pkgutil.iter_modules(path, prefix):
+            if info.name.rpartition(".")[2].startswith("_"):
+                continue
+            names.append(info.name)
+            if info.ispkg:
+                stem = info.name.rpartition(".")[2]
+                stack.append(([str(Path(entry) / stem) for entry in path], f"{info.name}."))
+    return sorted(names)
+
+
+def make_targets() -> set[str]:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    namespace: dict[str, Any] = {"__name__": f"docs:{name_of(page)}"}
+    for block in read_blocks(page.read_text(encoding="utf-8")):
+        if block.language != "python":
+            continue
+        if block.no_run is not None:
+            assert block.no_run, f"{name_of(page)}:{block.line}: no-run needs a reason"
+            continue
+        # The empty lines in front give a traceback the line numbers of the page.
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page: Path) -> None:
+    known = make_targets()
+    for block in read_blocks(page.read_text(encoding="utf-8")):
+        if block.language in SHELL:
+            for words in re.findall(r"^\s*(?:\$ )?make ([^#&|;\n]*)", block.code, flags=re.MULTILINE):
+                named = {word for word in words.split() if re.fullmatch(r"[a-z][\w-]*", word)}
+                assert named <= known, f"{name_of(page)}:{block.line}: make {sorted(named - known)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{name_of(page)}: {target}"
+
+
+def test_readme_has_an_example_that_runs() -> None:
+    blocks = read_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert any(block.language == "python" and block.no_run is None for block in blocks)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_doctests_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix, extra in EXTRAS.items():
+        if name == prefix or name.startswith(f"{prefix}."):
+            pytest.importorskip(extra)
+    monkeypatch.chdir(ROOT)
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples of {name} failed, see above"
+
+
+@pytest.mark.parametrize("name", sorted(replaystate.__all__))
+def test_public_name_has_an_example(name: str) -> None:
+    item = getattr(replaystate, name)
+    if not callable(item) or (inspect.isclass(item) and issubclass(item, BaseException | Enum)):
+        pytest.skip("only functions and classes that do something need one")
+    assert ">>> " in (inspect.getdoc(item) or ""), f"replaystate.{name}: its docstring has no example"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```python\na = 1\n```\n", [("python", "a = 1", 2, None)]),
+        ("<!-- no-run: needs a GPU -->\n```python\na\n```\n", [("python", "a", 3, "needs a GPU")]),
+        ("<!-- no-run -->\n\n```python\na\n```\n", [("python", "a", 4, "")]),
+        ("1. item\n\n   ```sh\n   make test\n   ```\n", [("sh", "make test", 4, None)]),
+        ("````md\n```python\na\n```\n````\n", [("md", "```python\na\n```", 2, None)]),
+    ],
+)
+def test_block_reader(text: str, expected: list[tuple[str, str, int, str | None]]) -> None:
+    assert [(b.language, b.code, b.line, b.no_run) for b in read_blocks(text)] == expected
+
+
+def test_block_reader_refuses_an_open_block() -> None:
+    with pytest.raises(ValueError, match="line 2: this block is never closed"):
+        list(read_blocks("text\n```python\na = 1\n"))
