@@ -101,24 +101,37 @@ double load_scalar(const Parameter& p, int64_t i) { return load_scalar(p.data + 
 
 // --- the three pieces ------------------------------------------------------------------------------------------------
 
+// One tile of dots: ROWS rows with VECS vectors. Each accumulator sums in the order of k, whatever the tile.
+template <int ROWS, int VECS>
+inline void dot_tile(const float* s, int64_t lds, const float* x, int64_t len, float* out, int64_t ldo) {
+  Vec acc[ROWS][VECS];
+  for (int i = 0; i < ROWS; ++i) {
+    for (int m = 0; m < VECS; ++m) acc[i][m] = set1(0.0f);
+  }
+  for (int64_t k = 0; k < len; k += N) {
+    Vec vec[VECS];
+    for (int m = 0; m < VECS; ++m) vec[m] = keep(load(x + m * len + k));
+    for (int i = 0; i < ROWS; ++i) {
+      const Vec row = keep(load(s + i * lds + k));
+      for (int m = 0; m < VECS; ++m) acc[i][m] = fma(row, vec[m], acc[i][m]);
+    }
+  }
+  reduce(acc, out, ldo);
+}
+
 // out[x * ldo + r] = S_r . X_x over `len`; rows a multiple of DOT_ROWS, vectors even, len a multiple of N.
-void dots(const float* S, int64_t lds, int64_t rows, const float* X, int64_t vectors, int64_t len, float* out, int64_t ldo) {
+__attribute__((noinline)) void dots(const float* S, int64_t lds, int64_t rows, const float* X, int64_t vectors, int64_t len,
+                                    float* out, int64_t ldo) {
   for (int64_t r = 0; r < rows; r += DOT_ROWS) {
     const float* s = S + r * lds;
-    for (int64_t x = 0; x < vectors; x += 2) {
-      const float *x0 = X + x * len, *x1 = x0 + len;
-      Vec acc[DOT_ROWS][2];
-      for (int i = 0; i < DOT_ROWS; ++i) acc[i][0] = acc[i][1] = set1(0.0f);
-      for (int64_t k = 0; k < len; k += N) {
-        const Vec a = load(x0 + k), b = load(x1 + k);
-        for (int i = 0; i < DOT_ROWS; ++i) {
-          const Vec row = load(s + i * lds + k);
-          acc[i][0] = fma(row, a, acc[i][0]);
-          acc[i][1] = fma(row, b, acc[i][1]);
-        }
+    int64_t x = 0;
+    if constexpr (DOT_ROWS == 8) {  // half the rows with twice the vectors: fewer loads for as many registers
+      for (; x + 4 <= vectors; x += 4) {
+        dot_tile<4, 4>(s, lds, X + x * len, len, out + x * ldo + r, ldo);
+        dot_tile<4, 4>(s + 4 * lds, lds, X + x * len, len, out + x * ldo + r + 4, ldo);
       }
-      reduce(acc, out + x * ldo + r, out + (x + 1) * ldo + r);
     }
+    for (; x < vectors; x += 2) dot_tile<DOT_ROWS, 2>(s, lds, X + x * len, len, out + x * ldo + r, ldo);
   }
 }
 
@@ -317,11 +330,12 @@ struct Rows {
 };
 
 Rows load_block(float* block, const char* src, DType dtype, int64_t rows, int64_t K, int64_t Kp) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const char* row = src + r * K * size_of(dtype);
-    for (int64_t byte = 0; byte < K * size_of(dtype); byte += 64) prefetch(row + PREFETCH_BYTES + byte);
+  for (int64_t byte = 0; byte < rows * K * size_of(dtype); byte += 64) prefetch(src + PREFETCH_BYTES + byte);
+  if (rows == BLOCK && K == Kp) {
+    if (dtype == DType::f32) return {reinterpret_cast<const float*>(src), K};
+    load_row(block, src, dtype, BLOCK * K, BLOCK * K);
+    return {block, Kp};
   }
-  if (dtype == DType::f32 && rows == BLOCK && K == Kp) return {reinterpret_cast<const float*>(src), K};
   for (int64_t r = 0; r < rows; ++r) load_row(block + r * Kp, src + r * K * size_of(dtype), dtype, K, Kp);
   for (int64_t i = rows * Kp; i < BLOCK * Kp; i += N) store(block + i, set1(0.0f));
   return {block, Kp};
@@ -330,6 +344,14 @@ Rows load_block(float* block, const char* src, DType dtype, int64_t rows, int64_
 void raise_flag(int32_t* flags, int32_t bit) { __atomic_fetch_or(flags, bit, __ATOMIC_RELAXED); }
 
 // --- the step --------------------------------------------------------------------------------------------------------
+
+// Store a block back; true when something was beyond the dtype's range.
+bool store_block(char* dst, DType dtype, const float* block, int64_t rows, int64_t K, int64_t Kp) {
+  if (K == Kp) return store_saturated(dst, dtype, block, rows * K);
+  bool over = false;
+  for (int64_t r = 0; r < rows; ++r) over |= store_saturated(dst + r * K * size_of(dtype), dtype, block + r * Kp, K);
+  return over;
+}
 
 bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head, int64_t last_head, bool owns_keys) {
   const Sizes& z = args.sizes;
@@ -368,15 +390,17 @@ bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head
     past.load_head(args.u_ring, args.g_ring, z, row.slot, hv, row.start);
     if (T) fresh.load_head(args, row.row, row.first_token, hv);
     char* state = args.state.at(row.slot, hv);
+    const int64_t written = round_up(z.V, BLOCK);
+    for (int64_t x = 0; x < 2 * T && written < Vp; ++x) {  // lanes that no block writes would carry stale scratch
+      memset(fresh.products + x * Vp + written, 0, size_t(Vp - written) * sizeof(float));
+    }
     for (int64_t v0 = 0; v0 < z.V; v0 += BLOCK) {
       const int64_t rows = least(BLOCK, z.V - v0);
       const Rows S = load_block(block, state + v0 * row_bytes, args.state.dtype, rows, z.K, Kp);
       dots(S.p, S.ld, BLOCK, fresh.x, 2 * T, Kp, fresh.products + v0, Vp);
       if (row.fold) {
         rank_update(block, Kp, S.p, S.ld, BLOCK, Kp, {past.decay, past.u + v0, Vp, 1, past.k, Kp, P});
-        for (int64_t r = 0; r < rows; ++r) {
-          state_over |= store_saturated(state + (v0 + r) * row_bytes, args.state.dtype, block + r * Kp, z.K);
-        }
+        state_over |= store_block(state + v0 * row_bytes, args.state.dtype, block, rows, z.K, Kp);
       }
     }
     if (!T) continue;
@@ -441,9 +465,7 @@ bool fold(const FoldArgs& args, int64_t begin, int64_t end) {
         const int64_t rows = least(BLOCK, z.V - v0);
         const Rows S = load_block(block, from + v0 * in_bytes, args.state.dtype, rows, z.K, past.Kp);
         rank_update(block, past.Kp, S.p, S.ld, BLOCK, past.Kp, {past.decay, past.u + v0, past.Vp, 1, past.k, past.Kp, past.P});
-        for (int64_t r = 0; r < rows; ++r) {
-          over |= store_saturated(to + (v0 + r) * out_bytes, args.out.dtype, block + r * past.Kp, z.K);
-        }
+        over |= store_block(to + v0 * out_bytes, args.out.dtype, block, rows, z.K, past.Kp);
       }
     }
     if (over) raise_flag(&row.flags, STATE_SATURATED);

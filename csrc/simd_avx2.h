@@ -53,7 +53,13 @@ inline Vec saturate(Vec v, float limit, bool& over) {
   return _mm256_min_ps(set1(limit), _mm256_max_ps(set1(-limit), v));  // a NaN in the second operand is returned
 }
 
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out0, float* out1) {
+inline Vec keep(Vec v) {
+  __asm__("" : "+x"(v));
+  return v;
+}
+
+// Lane sums of the accumulators of each row with vectors 0 and 1.
+inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
   Vec s[4];
   for (int r = 0; r < 4; ++r) {
     s[r] = _mm256_add_ps(_mm256_permute2f128_ps(acc[r][0], acc[r][1], 0x20), _mm256_permute2f128_ps(acc[r][0], acc[r][1], 0x31));
@@ -61,8 +67,8 @@ inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out0, float* out1) {
   const Vec even = _mm256_add_ps(_mm256_unpacklo_ps(s[0], s[2]), _mm256_unpackhi_ps(s[0], s[2]));
   const Vec odd = _mm256_add_ps(_mm256_unpacklo_ps(s[1], s[3]), _mm256_unpackhi_ps(s[1], s[3]));
   const Vec all = _mm256_add_ps(_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
-  _mm_storeu_ps(out0, _mm256_castps256_ps128(all));
-  _mm_storeu_ps(out1, _mm256_extractf128_ps(all, 1));
+  _mm_storeu_ps(out, _mm256_castps256_ps128(all));
+  _mm_storeu_ps(out + ldo, _mm256_extractf128_ps(all, 1));
 }
 
 }  // namespace

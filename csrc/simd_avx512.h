@@ -45,24 +45,49 @@ inline Vec saturate(Vec v, float limit, bool& over) {
   return _mm512_min_ps(set1(limit), _mm512_max_ps(set1(-limit), v));  // a NaN in the second operand is returned
 }
 
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out0, float* out1) {
-  // Four rounds of pairwise adds; the order of the pairs puts vector 0 into the low half of the result.
-  Vec half[2][4], quarter[4];
-  for (int x = 0; x < 2; ++x) {
-    for (int r = 0; r < 4; ++r) {
-      const Vec a = acc[r][x], b = acc[r + 4][x];
-      half[x][r] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    }
+// Loaded once, kept in a register: GCC otherwise folds the load into every use, and the load ports become the limit.
+inline Vec keep(Vec v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
+
+inline Vec add_halves(Vec a, Vec b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+inline Vec add_quarters(Vec a, Vec b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+inline Vec add_lanes(Vec a, Vec b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+
+// Sixteen sums at once by four rounds of pairwise adds: lanes 4 c + i are the sum of part[c][i].
+inline Vec sums(const Vec (&part)[4][4]) {
+  Vec quarter[4];
+  for (int i = 0; i < 4; ++i) {
+    quarter[i] = add_quarters(add_halves(part[0][i], part[1][i]), add_halves(part[2][i], part[3][i]));
   }
-  for (int r = 0; r < 4; ++r) {
-    const Vec a = half[0][r], b = half[1][r];
-    quarter[r] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  return add_lanes(add_lanes(quarter[0], quarter[2]), add_lanes(quarter[1], quarter[3]));
+}
+
+inline void reduce(const Vec (&acc)[8][2], float* out, int64_t ldo) {
+  Vec part[4][4];
+  for (int i = 0; i < 4; ++i) {
+    for (int x = 0; x < 2; ++x) part[2 * x][i] = acc[i][x], part[2 * x + 1][i] = acc[i + 4][x];
   }
-  const Vec even = _mm512_add_ps(_mm512_unpacklo_ps(quarter[0], quarter[2]), _mm512_unpackhi_ps(quarter[0], quarter[2]));
-  const Vec odd = _mm512_add_ps(_mm512_unpacklo_ps(quarter[1], quarter[3]), _mm512_unpackhi_ps(quarter[1], quarter[3]));
-  const Vec all = _mm512_add_ps(_mm512_unpacklo_ps(even, odd), _mm512_unpackhi_ps(even, odd));
-  _mm256_storeu_ps(out0, _mm512_castps512_ps256(all));
-  _mm256_storeu_ps(out1, _mm512_extractf32x8_ps(all, 1));
+  const Vec all = sums(part);
+  _mm256_storeu_ps(out, _mm512_castps512_ps256(all));
+  _mm256_storeu_ps(out + ldo, _mm512_extractf32x8_ps(all, 1));
+}
+
+inline void reduce(const Vec (&acc)[4][4], float* out, int64_t ldo) {
+  Vec part[4][4];
+  for (int i = 0; i < 4; ++i) {
+    for (int x = 0; x < 4; ++x) part[x][i] = acc[i][x];
+  }
+  const Vec all = sums(part);
+  _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+  _mm_storeu_ps(out + ldo, _mm512_extractf32x4_ps(all, 1));
+  _mm_storeu_ps(out + 2 * ldo, _mm512_extractf32x4_ps(all, 2));
+  _mm_storeu_ps(out + 3 * ldo, _mm512_extractf32x4_ps(all, 3));
 }
 
 }  // namespace

@@ -39,9 +39,11 @@ inline Vec saturate(Vec v, float limit, bool& over) {
   return vminq_f32(set1(limit), vmaxq_f32(set1(-limit), v));  // NaN is returned as NaN
 }
 
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out0, float* out1) {
-  vst1q_f32(out0, vpaddq_f32(vpaddq_f32(acc[0][0], acc[1][0]), vpaddq_f32(acc[2][0], acc[3][0])));
-  vst1q_f32(out1, vpaddq_f32(vpaddq_f32(acc[0][1], acc[1][1]), vpaddq_f32(acc[2][1], acc[3][1])));
+inline Vec keep(Vec v) { return v; }
+
+inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(acc[0][0], acc[1][0]), vpaddq_f32(acc[2][0], acc[3][0])));
+  vst1q_f32(out + ldo, vpaddq_f32(vpaddq_f32(acc[0][1], acc[1][1]), vpaddq_f32(acc[2][1], acc[3][1])));
 }
 
 }  // namespace

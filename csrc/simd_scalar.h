@@ -62,9 +62,11 @@ inline Vec saturate(Vec v, float limit, bool& over) {
   return v;
 }
 
-// Lane sums of the accumulators of row r with vector 0 and 1.
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out0, float* out1) {
-  for (int r = 0; r < DOT_ROWS; ++r) { out0[r] = sum(acc[r][0]); out1[r] = sum(acc[r][1]); }
+inline Vec keep(Vec v) { return v; }
+
+// Lane sums of the accumulators of each row with vectors 0 and 1.
+inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
+  for (int r = 0; r < DOT_ROWS; ++r) { out[r] = sum(acc[r][0]); out[ldo + r] = sum(acc[r][1]); }
 }
 
 }  // namespace
