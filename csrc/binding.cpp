@@ -83,6 +83,7 @@ void check_slot(const char* fn, const char* name, int64_t slot, int64_t slots) {
   if (slot >= slots) fail("SlotError", fn, name, ": expected slots below ", slots, ", got ", slot);
 }
 
+// Sorts. Callers stop collecting once there are more slots than the pool has: one of them must be there twice.
 void check_distinct(const char* fn, const char* name, std::vector<int64_t>& slots) {
   std::sort(slots.begin(), slots.end());
   const auto twice = std::adjacent_find(slots.begin(), slots.end());
@@ -112,7 +113,7 @@ void replay_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_b
   check_bounds(fn, bounds, num_tokens);
   static thread_local std::vector<int64_t> live;
   live.clear();
-  for (int64_t i = 0; i < slots.size(); ++i) {
+  for (int64_t i = 0; i < slots.size() && int64_t(live.size()) <= pools.slots; ++i) {
     check_slot(fn, "state_indices", slots[i], pools.slots);
     if (slots[i] >= 0 && slots[i] != null_slot) live.push_back(slots[i]);
   }
@@ -208,7 +209,7 @@ void ucache_flush(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log
   static thread_local std::vector<int64_t> live;
   rows.clear();
   live.clear();
-  for (int64_t i = 0; i < num_rows; ++i) {
+  for (int64_t i = 0; i < num_rows && int64_t(live.size()) <= pools.slots; ++i) {
     const int64_t slot = slots[i], start = bases[i], count = lens[i];
     check_slot(fn, "initial_state_indices", slot, pools.slots);
     if (slot < 0) continue;
@@ -237,7 +238,7 @@ std::vector<FoldRow> fold_rows(const char* fn, const Ints& src, const Ints* dst,
     fail("ArgumentError", fn, "window: expected 0..", pools.sizes.R, ", got ", window);
   }
   std::vector<FoldRow> rows;
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < n && (!dst || int64_t(rows.size()) <= pools.slots); ++i) {
     const int64_t to = dst ? (*dst)[i] : i;
     if (src[i] < 0 || to < 0) continue;
     check_slot(fn, "src_slots", src[i], pools.slots);
@@ -317,7 +318,7 @@ void commit(Tensor state_indices, Tensor num_accepted, Tensor ring_start, Tensor
   }
   static thread_local std::vector<int64_t> live;
   live.clear();
-  for (int64_t i = 0; i < slots.size(); ++i) {
+  for (int64_t i = 0; i < slots.size() && int64_t(live.size()) <= pool; ++i) {
     check_slot(fn, "state_indices", slots[i], pool);
     if (slots[i] >= 0 && slots[i] != null_slot) live.push_back(slots[i]);
   }

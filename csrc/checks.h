@@ -49,7 +49,9 @@ inline void check_shape(const char* fn, const char* name, const Tensor& x, std::
 }
 
 inline void check_cpu(const char* fn, const char* name, const Tensor& x) {
-  if (!x.defined() || !x.is_cpu()) fail("ShapeError", fn, name, ": expected a dense tensor on the CPU");
+  int32_t layout = -1;
+  if (x.defined()) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &layout));
+  if (layout != aoti_torch_layout_strided() || !x.is_cpu()) fail("ShapeError", fn, name, ": expected a dense tensor on the CPU");
 }
 
 inline DType float_dtype(const char* fn, const char* name, const Tensor& x) {
@@ -71,13 +73,14 @@ inline char* data(const Tensor& x) { return static_cast<char*>(x.data_ptr()); }
 // [num] or [rows, columns] of integers with any stride, int32 or int64.
 class Ints {
  public:
-  Ints(const char* fn, const char* name, const Tensor& x) : data_(data(x)), stride_(x.dim() ? x.stride(0) : 1) {
+  Ints(const char* fn, const char* name, const Tensor& x) {
     check_cpu(fn, name, x);
     const auto type = x.scalar_type();
     if (type != ScalarType::Int && type != ScalarType::Long) fail("DTypeError", fn, name, ": expected int32 or int64");
     if (x.dim() != 1) fail("ShapeError", fn, name, ": expected 1 dim, got shape ", shape_text(x));
+    data_ = data(x);
+    stride_ = x.stride(0), size_ = x.size(0);
     wide_ = type == ScalarType::Long;
-    size_ = x.size(0);
   }
   int64_t size() const { return size_; }
   int64_t operator[](int64_t i) const {
@@ -86,8 +89,8 @@ class Ints {
 
  private:
   char* data_;
-  int64_t stride_, size_ = 0;
-  bool wide_ = false;
+  int64_t stride_, size_;
+  bool wide_;
 };
 
 // One int32 word a slot, any stride, written in place.

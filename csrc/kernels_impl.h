@@ -59,8 +59,10 @@ inline void store_as(T* dst, const float* src, int64_t n, Store store_vec) {
   int64_t i = 0;
   for (; i + N <= n; i += N) store_vec(dst + i, load(src + i));
   if (i < n) {
+    float lanes[N] = {};
     T rest[N];
-    store_vec(rest, load(src + i));
+    memcpy(lanes, src + i, size_t(n - i) * sizeof(float));
+    store_vec(rest, load(lanes));
     memcpy(dst + i, rest, size_t(n - i) * sizeof(T));
   }
 }
@@ -76,19 +78,38 @@ void store_row(char* dst, DType dtype, const float* src, int64_t n) {
   }
 }
 
-// Round to dtype, limited to its finite range; true when something was beyond it.
+// Round to dtype, limited to its finite range; true when something was beyond it (NaN is not, and stays). Limits are
+// rarely met: a first pass stores without them and keeps the largest magnitude, a second runs only when it was too large.
 bool store_saturated(char* dst, DType dtype, const float* src, int64_t n) {
-  bool over = false;
-  if (dtype == DType::f16) {
-    store_as(reinterpret_cast<uint16_t*>(dst), src, n,
-             [&over](uint16_t* p, Vec v) { store_f16(p, saturate(v, HALF_MAX, over)); });
-  } else if (dtype == DType::bf16) {
-    store_as(reinterpret_cast<uint16_t*>(dst), src, n,
-             [&over](uint16_t* p, Vec v) { store_bf16(p, saturate(v, BFLOAT_MAX, over)); });
-  } else {
-    store_as(reinterpret_cast<float*>(dst), src, n, [](float* p, Vec v) { store(p, v); });
+  if (dtype == DType::f32) {
+    store_row(dst, dtype, src, n);
+    return false;
   }
-  return over;
+  const float limit = dtype == DType::f16 ? HALF_MAX : BFLOAT_MAX;
+  uint16_t* out = reinterpret_cast<uint16_t*>(dst);
+  Vec largest = set1(0.0f);
+  const auto plain = [&](auto store_vec) {
+    store_as(out, src, n, [&](uint16_t* p, Vec v) {
+      largest = larger(largest, v);
+      store_vec(p, v);
+    });
+  };
+  if (dtype == DType::f16) {
+    plain([](uint16_t* p, Vec v) { store_f16(p, v); });
+  } else {
+    plain([](uint16_t* p, Vec v) { store_bf16(p, v); });
+  }
+  float lanes[N];
+  store(lanes, largest);
+  bool over = false;
+  for (int i = 0; i < N; ++i) over |= lanes[i] > limit;
+  if (!over) return false;
+  if (dtype == DType::f16) {
+    store_as(out, src, n, [limit](uint16_t* p, Vec v) { store_f16(p, clamp(v, limit)); });
+  } else {
+    store_as(out, src, n, [limit](uint16_t* p, Vec v) { store_bf16(p, clamp(v, limit)); });
+  }
+  return true;
 }
 
 double load_scalar(const char* p, DType dtype) {

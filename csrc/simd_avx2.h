@@ -47,11 +47,9 @@ inline void store_bf16(uint16_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 
-inline Vec saturate(Vec v, float limit, bool& over) {
-  const Vec size = _mm256_andnot_ps(set1(-0.0f), v);
-  over |= _mm256_movemask_ps(_mm256_cmp_ps(size, set1(limit), _CMP_GT_OQ)) != 0;
-  return _mm256_min_ps(set1(limit), _mm256_max_ps(set1(-limit), v));  // a NaN in the second operand is returned
-}
+// max and min return their second operand when one is NaN.
+inline Vec larger(Vec a, Vec v) { return _mm256_max_ps(_mm256_andnot_ps(set1(-0.0f), v), a); }
+inline Vec clamp(Vec v, float limit) { return _mm256_min_ps(set1(limit), _mm256_max_ps(set1(-limit), v)); }
 
 inline Vec keep(Vec v) {
   __asm__("" : "+x"(v));

@@ -40,10 +40,9 @@ inline void store_bf16(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
 }
 
-inline Vec saturate(Vec v, float limit, bool& over) {
-  over |= _mm512_cmp_ps_mask(_mm512_abs_ps(v), set1(limit), _CMP_GT_OQ) != 0;
-  return _mm512_min_ps(set1(limit), _mm512_max_ps(set1(-limit), v));  // a NaN in the second operand is returned
-}
+// max and min return their second operand when one is NaN.
+inline Vec larger(Vec a, Vec v) { return _mm512_max_ps(_mm512_abs_ps(v), a); }
+inline Vec clamp(Vec v, float limit) { return _mm512_min_ps(set1(limit), _mm512_max_ps(set1(-limit), v)); }
 
 // Loaded once, kept in a register: GCC otherwise folds the load into every use, and the load ports become the limit.
 inline Vec keep(Vec v) {

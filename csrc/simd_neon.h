@@ -34,10 +34,8 @@ inline void store_bf16(uint16_t* p, Vec v) {
   vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(v, v), even, nan)));
 }
 
-inline Vec saturate(Vec v, float limit, bool& over) {
-  over |= vmaxvq_u32(vcagtq_f32(v, set1(limit))) != 0;
-  return vminq_f32(set1(limit), vmaxq_f32(set1(-limit), v));  // NaN is returned as NaN
-}
+inline Vec larger(Vec a, Vec v) { return vmaxnmq_f32(a, vabsq_f32(v)); }                       // the number, not the NaN
+inline Vec clamp(Vec v, float limit) { return vminq_f32(set1(limit), vmaxq_f32(set1(-limit), v)); }  // NaN stays
 
 inline Vec keep(Vec v) { return v; }
 

@@ -54,11 +54,13 @@ inline void store_f16(uint16_t* p, Vec v) { for (int i = 0; i < N; ++i) p[i] = f
 inline Vec load_bf16(const uint16_t* p) { Vec v; for (int i = 0; i < N; ++i) v.x[i] = from_bits(uint32_t(p[i]) << 16); return v; }
 inline void store_bf16(uint16_t* p, Vec v) { for (int i = 0; i < N; ++i) p[i] = float_to_bfloat(v.x[i]); }
 
-// Limit to +-limit; NaN stays. `over` is raised when a lane was beyond.
-inline Vec saturate(Vec v, float limit, bool& over) {
-  for (int i = 0; i < N; ++i) {
-    if (std::fabs(v.x[i]) > limit) { v.x[i] = std::copysign(limit, v.x[i]); over = true; }
-  }
+// Lane-wise max(a, |v|), where a NaN in v counts as nothing; and v limited to +-limit, where NaN stays.
+inline Vec larger(Vec a, Vec v) {
+  for (int i = 0; i < N; ++i) a.x[i] = std::fabs(v.x[i]) > a.x[i] ? std::fabs(v.x[i]) : a.x[i];
+  return a;
+}
+inline Vec clamp(Vec v, float limit) {
+  for (int i = 0; i < N; ++i) v.x[i] = std::fabs(v.x[i]) > limit ? std::copysign(limit, v.x[i]) : v.x[i];
   return v;
 }
 

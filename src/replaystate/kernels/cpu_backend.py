@@ -80,7 +80,8 @@ def _raise_typed(error: RuntimeError) -> NoReturn:
 
 def _dense_last(x: Tensor) -> Tensor:
     """x with elements of the last dim side by side; a copy only when they are not."""
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    dense = x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1
+    return x if dense else x.contiguous()
 
 
 def replay_step(
