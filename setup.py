@@ -15,10 +15,9 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from setuptools import Distribution, Extension, setup
 from setuptools._distutils.ccompiler import new_compiler
 from setuptools._distutils.sysconfig import customize_compiler
-
-from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -90,15 +89,11 @@ class BuildExtension(build_ext):
         return []
 
     def run(self) -> None:
-        """Build, or explain why this is a pure-Python package."""
+        """Build; only called when there is something to build with, or it is required."""
         reason = missing()
-        if reason is None:
-            super().run()
-        elif MODE == "require":
+        if reason is not None:
             raise SystemExit(f"replaystate: the CPU kernels cannot be built: {reason}")
-        else:
-            print(f"replaystate: building without CPU kernels: {reason}", file=sys.stderr)
-            self.extensions = []
+        super().run()
 
     def get_source_files(self) -> list[str]:
         """For the source distribution."""
@@ -111,7 +106,7 @@ class BuildExtension(build_ext):
         flags = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"]
         link = []
         if SANITIZE:
-            flags += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined", "-g1", "-O1"]
+            flags += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-g1", "-O1"]
             link += [f"-fsanitize={SANITIZE}"]
         objects = []
         for name, own in sources().items():
@@ -149,14 +144,16 @@ class Package(Distribution):
     """Decides before the wheel gets its name whether there is an extension."""
 
     def has_ext_modules(self) -> bool:
-        """Whether the extension will be (or was) built."""
-        if MODE == "skip" or not self.ext_modules:
-            return False
-        return MODE == "require" or missing() is None
+        """Whether the extension will be (or was) built; says so when not."""
+        reason = "REPLAYSTATE_EXTENSION=skip" if MODE == "skip" else missing()
+        if reason is not None and MODE != "require" and not hasattr(self, "_told"):
+            self._told = True
+            print(f"replaystate: a pure-Python package, without CPU kernels: {reason}", file=sys.stderr)
+        return MODE == "require" or reason is None
 
 
 setup(
     distclass=Package,
-    ext_modules=[] if MODE == "skip" else [Extension(NAME, [])],
+    ext_modules=[Extension(NAME, [])],
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": Wheel},
 )

@@ -6,6 +6,7 @@ compiler are at hand (see setup.py), and comes with the wheels of Linux and macO
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from .registry import Call
 
 NAME = "cpu"
-LIBRARY = Path(__file__).parent.parent / "_cpu_kernels.so"
+# REPLAYSTATE_CPU_KERNELS names another build of the library, e.g. one with sanitizers.
+LIBRARY = Path(os.environ.get("REPLAYSTATE_CPU_KERNELS") or Path(__file__).parent.parent / "_cpu_kernels.so")
 HOW_TO_BUILD = (
     "install a wheel that has it, or build it with torch and a C++20 compiler installed: "
     "pip install --no-build-isolation --no-binary replaystate replaystate (from a checkout: pip install --no-build-isolation .)"
