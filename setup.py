@@ -1,7 +1,7 @@
 """Builds the CPU kernels where torch and a C++20 compiler are at hand, else a pure-Python package.
 
-Everything else about the package is in pyproject.toml. The extension uses torch's stable ABI (2.10) and links to no Python,
-so one build serves every Python and every later torch: the wheel's tag is py3-none-<platform>.
+Everything else about the package is in pyproject.toml. The extension uses torch's stable ABI (2.10) and links to no
+Python, so one build serves every Python and every later torch: the wheel's tag is py3-none-<platform>.
 
 `REPLAYSTATE_EXTENSION` decides: "auto" (the default) as above, "require" fails the build where the extension cannot be
 built (release wheels), "skip" never builds it. `REPLAYSTATE_SANITIZE=address,undefined` makes a sanitizer build.
@@ -114,7 +114,10 @@ class BuildExtension(build_ext):
             if name == "binding.cpp":
                 own = [*own, f"-DTORCH_TARGET_VERSION={TARGET_TORCH}", f"-isystem{root / 'include'}"]
             objects += self.compiler.compile(
-                [str(Path("csrc", name))], output_dir=self.build_temp, include_dirs=includes, extra_postargs=[*flags, *own]
+                [str(Path("csrc", name))],
+                output_dir=self.build_temp,
+                include_dirs=includes,
+                extra_postargs=[*flags, *own],
             )
         self.compiler.link_shared_object(
             objects,
@@ -148,7 +151,7 @@ class Package(Distribution):
         reason = "REPLAYSTATE_EXTENSION=skip" if MODE == "skip" else missing()
         if reason is not None and MODE != "require" and not hasattr(self, "_told"):
             self._told = True
-            print(f"replaystate: a pure-Python package, without CPU kernels: {reason}", file=sys.stderr)
+            sys.stderr.write(f"replaystate: a pure-Python package, without CPU kernels: {reason}\n")
         return MODE == "require" or reason is None
 
 

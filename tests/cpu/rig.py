@@ -1,7 +1,7 @@
 """One kernel-level step, with every input in hand: what the tests here run, compare and vary.
 
-`Step` holds the arguments of `replay_step` as plain tensors. `run(backend)` works on clones of the pools and returns all
-that the call wrote, so the same step can run on two backends, on other threads, or from other memory.
+`Step` holds the arguments of `replay_step` as plain tensors. `run(backend)` works on clones of the pools and returns
+all that the call wrote, so the same step can run on two backends, on other threads, or from other memory.
 """
 
 from __future__ import annotations

@@ -45,7 +45,11 @@ def prefill(shape: GDNShape, rows: tuple[int, ...] = (0, 1, 2)) -> tuple[torch.T
     rng, lengths = torch.Generator().manual_seed(5), [20, 33, 1]
     H, HV, K, V = shape.sizes
     prompts = [
-        (torch.randn(n, shape.qkv_dim, generator=rng), torch.randn(n, HV, generator=rng), torch.randn(n, HV, generator=rng))
+        (
+            torch.randn(n, shape.qkv_dim, generator=rng),
+            torch.randn(n, HV, generator=rng),
+            torch.randn(n, HV, generator=rng),
+        )
         for n in lengths
     ]
     qkv, a, b = (torch.cat(x) for x in zip(*(prompts[i] for i in rows), strict=True))

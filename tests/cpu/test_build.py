@@ -45,7 +45,18 @@ print("ran on", replaystate.kernels.cpu_backend.isa())
 
 def build(out: Path, **environment: str) -> Path:
     """The wheel of this checkout."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--quiet",
+        "-w",
+        str(out),
+        str(ROOT),
+    ]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
@@ -64,7 +75,18 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     site = Path(subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip())
     site.joinpath("torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(site),
+            str(wheel),
+        ],
         check=True,
     )
     environment = {"PATH": str(fresh / "bin"), "HOME": str(tmp_path)}
@@ -82,14 +104,23 @@ def test_without_the_extension_the_wheel_is_pure(tmp_path: Path) -> None:
 
 
 def test_no_compiler_gives_a_pure_package(tmp_path: Path) -> None:
-    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(tmp_path), "--bdist-dir", str(tmp_path / "b")]
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "bdist_wheel",
+        "--dist-dir",
+        str(tmp_path),
+        "--bdist-dir",
+        str(tmp_path / "b"),
+    ]
     environment = {**os.environ, "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
     done = subprocess.run(
         [*command, "build", "--build-base", str(tmp_path / "build")],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "a pure-Python package, without CPU kernels: no working C++20 compiler" in done.stderr
-    assert [path.name for path in tmp_path.glob("*.whl")][0].endswith("-py3-none-any.whl")
+    assert next(path.name for path in tmp_path.glob("*.whl")).endswith("-py3-none-any.whl")
 
 
 def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +131,7 @@ def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert reason is not None
         assert reason.startswith("the C++ extension is not built: ")
         assert "--no-build-isolation" in reason
-        with pytest.raises(BackendError, match="^backend 'cpu': the C\\+\\+ extension is not built"):
+        with pytest.raises(BackendError, match=r"^backend 'cpu': the C\+\+ extension is not built"):
             cpu_backend.isa()
         (tmp_path / "_cpu_kernels.so").write_bytes(b"not a library")
         cpu_backend.usable.cache_clear()

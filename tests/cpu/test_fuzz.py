@@ -1,9 +1,9 @@
 """10,000 malformed calls at the raw ops: each ends in a typed error or does its work; none crashes or writes elsewhere.
 
-How this tests: a valid call of every op, with one to three arguments spoiled (dtype, shape, strides, device, values out of
-every range). All tensors lie in buffers with canaries at both ends, which are compared afterwards. A crash ends the
-process, so the test needs no more than to come to its end. An error names its class, or is the dispatcher's own for what
-is no tensor of a CPU.
+How this tests: a valid call of every op, with one to three arguments spoiled (dtype, shape, strides, device, values out
+of every range). All tensors lie in buffers with canaries at both ends, which are compared afterwards. A crash ends the
+process, so the test needs no more than to come to its end. An error names its class, or is the dispatcher's own for
+what is no tensor of a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replaystate.kernels import cpu_backend
 
 ROUNDS = 10_000
 H, HV, K, V, R, W, T, POOL, LAYERS = 2, 4, 8, 12, 32, 16, 4, 5, 2
-EXTREMES = [-(2**63), -(2**31) - 1, -(2**31), -1000, -2, -1, 0, 1, 2, 3, 7, 31, 32, 33, 1000, 2**31 - 1, 2**31, 2**62, 2**63 - 1]
+EXTREMES = [-(2**63), -(2**31) - 1, -(2**31), -1000, -2, -1, 0, 1, 2, 7, 31, 32, 33, 1000, 2**31 - 1, 2**31, 2**63 - 1]
 CANARY = 0x5A
 OURS = re.compile(r"\b(ShapeError|DTypeError|ArgumentError|SlotError): \w+: ")
 
@@ -69,8 +69,49 @@ def valid_calls(rng: random.Random, put: Callable[[Tensor], Tensor]) -> dict[str
     first, some = put(torch.randint(0, R, (3,))), put(torch.randint(0, W + 1, (3,)))
     loc = put(torch.tensor(bounds, dtype=index))
     return {
-        "replay_step": [qkv, a, b, A_log, dt_bias, state, u, k, g, starts, counts, records, status, out, slots, loc, 0, T, W, 0, 0.5],
-        "ucache_flush": [q, kk, v, wide_a, wide_b, A_log, dt_bias, state, u, k, g, slots, hist, base, wide_out, 13, W, 0.5],
+        "replay_step": [
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            u,
+            k,
+            g,
+            starts,
+            counts,
+            records,
+            status,
+            out,
+            slots,
+            loc,
+            0,
+            T,
+            W,
+            0,
+            0.5,
+        ],
+        "ucache_flush": [
+            q,
+            kk,
+            v,
+            wide_a,
+            wide_b,
+            A_log,
+            dt_bias,
+            state,
+            u,
+            k,
+            g,
+            slots,
+            hist,
+            base,
+            wide_out,
+            13,
+            W,
+            0.5,
+        ],
         "fold_slots": [[state], [u], [k], [g], slots, slots, first, some, W, status],
         "read_state": [state, u, k, g, others, first, some, W, put(torch.zeros(3, HV, V, K))],
         "commit": [slots, put(torch.tensor([0, 1, 2])), starts, counts, pending, status, W, R, 0],
@@ -101,12 +142,14 @@ def spoil_tensor(rng: random.Random, x: Tensor) -> Any:
     if kind == 8:
         return x.flatten()
     if kind == 9 and not x.is_floating_point() and x.numel():
-        x.view(-1)[rng.randrange(x.numel())] = max(min(rng.choice(EXTREMES), torch.iinfo(x.dtype).max), torch.iinfo(x.dtype).min)
+        info = torch.iinfo(x.dtype)
+        x.view(-1)[rng.randrange(x.numel())] = max(min(rng.choice(EXTREMES), info.max), info.min)
         return x
     if kind == 10 and x.is_floating_point() and x.numel():
         x.view(-1)[rng.randrange(x.numel())] = rng.choice([float("nan"), float("inf"), -float("inf"), 3e38])
         return x
-    return rng.choice([None, x.to_sparse() if x.is_floating_point() and x.dim() else x, 3, x[..., ::2] if x.dim() else x])
+    sparse, sliced = (x.to_sparse(), x[..., ::2]) if x.dim() else (x, x)
+    return rng.choice([None, 3, sliced, sparse if x.is_floating_point() else sliced])
 
 
 def spoil(rng: random.Random, value: Any) -> Any:
@@ -139,13 +182,16 @@ def test_malformed_calls_are_refused() -> None:
             refused += 1
         except RuntimeError as error:
             # ours carries the class that the Python side raises, the dispatcher's the schema that the call does not fit
-            assert OURS.search(str(error)) or "replaystate_cpu::" in str(error), error
             refused += 1
+            if not OURS.search(str(error)) and "replaystate_cpu::" not in str(error):
+                raise
         memory.check()
     assert refused > ROUNDS // 2
 
 
-@pytest.mark.parametrize("op", ["replay_step", "ucache_flush", "fold_slots", "read_state", "commit", "gated_delta_rule"])
+@pytest.mark.parametrize(
+    "op", ["replay_step", "ucache_flush", "fold_slots", "read_state", "commit", "gated_delta_rule"]
+)
 def test_the_call_that_is_spoiled_is_good(op: str) -> None:
     for seed in range(50):
         getattr(torch.ops.replaystate_cpu, op)(*valid_calls(random.Random(seed), Tensor.clone)[op])

@@ -51,7 +51,9 @@ class Report:
 
     def add(self, name: str, **values: Any) -> None:
         """One result; values are numbers, strings, or dataclasses such as `Timing`."""
-        plain = {key: asdict(value) if hasattr(value, "__dataclass_fields__") else value for key, value in values.items()}
+        plain = {
+            key: asdict(value) if hasattr(value, "__dataclass_fields__") else value for key, value in values.items()
+        }
         self.results.append({"name": name, **plain})
 
     def at_least(self, name: str, value: float, target: float) -> None:

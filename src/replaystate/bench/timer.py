@@ -29,11 +29,11 @@ class Timing:
 
 
 def measure(candidates: Mapping[str, Candidate], *, repeats: int = 20, warmup: int = 2) -> dict[str, Timing]:
-    """Time every candidate `repeats` times, one of each in turn, so that a slow moment of the machine meets all of them.
+    """Time every candidate `repeats` times, one of each in turn: a slow moment of the machine meets all of them.
 
     Args:
-        candidates: each is called with the number of the round, from which it picks its slots and buffers: with enough of
-            them (256 MB and more) nothing is in a cache when its turn comes again.
+        candidates: each is called with the number of the round, from which it picks its slots and buffers: with
+            enough of them (256 MB and more) nothing is in a cache when its turn comes again.
         repeats: timed rounds.
         warmup: rounds before them, not timed.
 
@@ -58,5 +58,8 @@ def measure(candidates: Mapping[str, Candidate], *, repeats: int = 20, warmup: i
 def _timing(seconds: list[float]) -> Timing:
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return Timing(
-        round(statistics.median(seconds) * 1e6, 1), round((high - low) * 1e6, 1), round(min(seconds) * 1e6, 1), len(seconds)
+        round(statistics.median(seconds) * 1e6, 1),
+        round((high - low) * 1e6, 1),
+        round(min(seconds) * 1e6, 1),
+        len(seconds),
     )

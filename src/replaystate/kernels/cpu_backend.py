@@ -1,4 +1,4 @@
-"""Backend "cpu": every op in C++ with SIMD, on CPU tensors. The kernels are in csrc/, a shared library beside the package.
+"""Backend "cpu": every op in C++ with SIMD, on CPU tensors. The kernels are in csrc/, one shared library.
 
 The library is loaded at the first call that asks for it, not at import. It is built with the package where torch and a
 compiler are at hand (see setup.py), and comes with the wheels of Linux and macOS.
@@ -24,8 +24,9 @@ NAME = "cpu"
 # REPLAYSTATE_CPU_KERNELS names another build of the library, e.g. one with sanitizers.
 LIBRARY = Path(os.environ.get("REPLAYSTATE_CPU_KERNELS") or Path(__file__).parent.parent / "_cpu_kernels.so")
 HOW_TO_BUILD = (
-    "install a wheel that has it, or build it with torch and a C++20 compiler installed: "
-    "pip install --no-build-isolation --no-binary replaystate replaystate (from a checkout: pip install --no-build-isolation .)"
+    "install a wheel that has it, or build it where torch and a C++20 compiler are installed: "
+    "pip install --no-build-isolation --no-binary replaystate replaystate "
+    "(in a checkout: pip install --no-build-isolation .)"
 )
 
 
@@ -53,7 +54,7 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> bool:
-    """Run the kernels of another instruction set from now on (for tests and comparisons); False when this machine has it not."""
+    """Run the kernels of another instruction set from now on, for tests; False when this machine has it not."""
     chosen: bool = _ops().use_isa(name)
     return chosen
 
@@ -164,7 +165,7 @@ def fold_slots(
     window: int,
     status: Tensor | None,
 ) -> None:
-    """Into slot dst of every layer, the state after `count` window rows of slot src. Rows with a negative slot are skipped."""
+    """Into slot dst of every layer, the state after `count` window rows of slot src; negative slots are skipped."""
     try:
         _ops().fold_slots(states, u_rings, k_rings, g_rings, src_slots, dst_slots, start, count, window, status)
     except RuntimeError as error:
@@ -226,7 +227,16 @@ def gated_delta_rule(
         final_state.copy_(initial_state)  # the kernel reads it there, and writes the final state over it
     try:
         _ops().gated_delta_rule(
-            _dense_last(mixed_qkv), a, b, A_log, dt_bias, initial_state is not None, query_start_loc, out, final_state, scale
+            _dense_last(mixed_qkv),
+            a,
+            b,
+            A_log,
+            dt_bias,
+            initial_state is not None,
+            query_start_loc,
+            out,
+            final_state,
+            scale,
         )
     except RuntimeError as error:
         _raise_typed(error)
