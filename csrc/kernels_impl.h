@@ -19,7 +19,7 @@ using namespace replaystate;
 namespace {
 
 constexpr int BLOCK = 8;                   // checkpoint rows in L1 at a time; a multiple of DOT_ROWS
-constexpr int64_t PREFETCH_BYTES = 4096;  // how far ahead of the block being worked on
+constexpr int64_t PREFETCH_BYTES = 8192;  // how far ahead of the block being worked on
 constexpr float NORM_EPS = 1e-6f;
 constexpr float HALF_MAX = 65504.0f, BFLOAT_MAX = 0x1.fep127f;
 constexpr int64_t CHUNK = 16;  // tokens of one prefill chunk
@@ -122,14 +122,26 @@ double load_scalar(const Parameter& p, int64_t i) { return load_scalar(p.data + 
 
 // --- the three pieces ------------------------------------------------------------------------------------------------
 
+// Memory that will be needed next, asked for a few lines at a time between the arithmetic: a burst of requests would fill
+// the core's miss buffers and hold up the loads behind it.
+struct Ahead {
+  const char* next = nullptr;
+  int64_t lines = 0, per_step = 0;
+
+  void step() {
+    for (int64_t i = 0; i < per_step && lines > 0; ++i, --lines, next += 64) prefetch(next);
+  }
+};
+
 // One tile of dots: ROWS rows with VECS vectors. Each accumulator sums in the order of k, whatever the tile.
 template <int ROWS, int VECS>
-inline void dot_tile(const float* s, int64_t lds, const float* x, int64_t len, float* out, int64_t ldo) {
+inline void dot_tile(const float* s, int64_t lds, const float* x, int64_t len, float* out, int64_t ldo, Ahead& ahead) {
   Vec acc[ROWS][VECS];
   for (int i = 0; i < ROWS; ++i) {
     for (int m = 0; m < VECS; ++m) acc[i][m] = set1(0.0f);
   }
   for (int64_t k = 0; k < len; k += N) {
+    ahead.step();
     Vec vec[VECS];
     for (int m = 0; m < VECS; ++m) vec[m] = keep(load(x + m * len + k));
     for (int i = 0; i < ROWS; ++i) {
@@ -142,17 +154,19 @@ inline void dot_tile(const float* s, int64_t lds, const float* x, int64_t len, f
 
 // out[x * ldo + r] = S_r . X_x over `len`; rows a multiple of DOT_ROWS, vectors even, len a multiple of N.
 __attribute__((noinline)) void dots(const float* S, int64_t lds, int64_t rows, const float* X, int64_t vectors, int64_t len,
-                                    float* out, int64_t ldo) {
+                                    float* out, int64_t ldo, Ahead ahead = {}) {
+  const int64_t steps = rows / DOT_ROWS * (vectors / 2) * (len / N);
+  ahead.per_step = steps ? (ahead.lines + steps - 1) / steps : 0;
   for (int64_t r = 0; r < rows; r += DOT_ROWS) {
     const float* s = S + r * lds;
     int64_t x = 0;
     if constexpr (DOT_ROWS == 8) {  // half the rows with twice the vectors: fewer loads for as many registers
       for (; x + 4 <= vectors; x += 4) {
-        dot_tile<4, 4>(s, lds, X + x * len, len, out + x * ldo + r, ldo);
-        dot_tile<4, 4>(s + 4 * lds, lds, X + x * len, len, out + x * ldo + r + 4, ldo);
+        dot_tile<4, 4>(s, lds, X + x * len, len, out + x * ldo + r, ldo, ahead);
+        dot_tile<4, 4>(s + 4 * lds, lds, X + x * len, len, out + x * ldo + r + 4, ldo, ahead);
       }
     }
-    for (; x < vectors; x += 2) dot_tile<DOT_ROWS, 2>(s, lds, X + x * len, len, out + x * ldo + r, ldo);
+    for (; x < vectors; x += 2) dot_tile<DOT_ROWS, 2>(s, lds, X + x * len, len, out + x * ldo + r, ldo, ahead);
   }
 }
 
@@ -351,7 +365,6 @@ struct Rows {
 };
 
 Rows load_block(float* block, const char* src, DType dtype, int64_t rows, int64_t K, int64_t Kp) {
-  for (int64_t byte = 0; byte < rows * K * size_of(dtype); byte += 64) prefetch(src + PREFETCH_BYTES + byte);
   if (rows == BLOCK && K == Kp) {
     if (dtype == DType::f32) return {reinterpret_cast<const float*>(src), K};
     load_row(block, src, dtype, BLOCK * K, BLOCK * K);
@@ -360,6 +373,19 @@ Rows load_block(float* block, const char* src, DType dtype, int64_t rows, int64_
   for (int64_t r = 0; r < rows; ++r) load_row(block + r * Kp, src + r * K * size_of(dtype), dtype, K, Kp);
   for (int64_t i = rows * Kp; i < BLOCK * Kp; i += N) store(block + i, set1(0.0f));
   return {block, Kp};
+}
+
+// Asks for row j, j + stride, ... of the window of the head that comes next, while this head's blocks are worked on.
+void prefetch_window(const StepArgs& args, const StepRow& row, int64_t hv, int64_t first, int64_t stride) {
+  const Sizes& z = args.sizes;
+  const int64_t per_key = z.HV / z.H, u_bytes = z.V * size_of(args.u_ring.dtype), k_bytes = z.K * size_of(args.k_ring.dtype);
+  const char *u = args.u_ring.at(row.slot, hv), *k = args.k_ring.at(row.slot, hv / per_key);
+  if (first == 0) prefetch(args.g_ring.at(row.slot, hv) + row.start * 4);
+  for (int64_t j = first; j < row.count; j += stride) {
+    const int64_t at = (row.start + j) % z.R;
+    for (int64_t byte = 0; byte < u_bytes; byte += 64) prefetch(u + at * u_bytes + byte);
+    for (int64_t byte = 0; byte < k_bytes && hv % per_key == 0; byte += 64) prefetch(k + at * k_bytes + byte);
+  }
 }
 
 void raise_flag(int32_t* flags, int32_t bit) { __atomic_fetch_or(flags, bit, __ATOMIC_RELAXED); }
@@ -418,7 +444,9 @@ bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head
     for (int64_t v0 = 0; v0 < z.V; v0 += BLOCK) {
       const int64_t rows = least(BLOCK, z.V - v0);
       const Rows S = load_block(block, state + v0 * row_bytes, args.state.dtype, rows, z.K, Kp);
-      dots(S.p, S.ld, BLOCK, fresh.x, 2 * T, Kp, fresh.products + v0, Vp);
+      if (hv + 1 < z.HV) prefetch_window(args, row, hv + 1, v0 / BLOCK, round_up(z.V, BLOCK) / BLOCK);
+      const Ahead ahead{state + v0 * row_bytes + PREFETCH_BYTES, rows * row_bytes / 64};
+      dots(S.p, S.ld, BLOCK, fresh.x, 2 * T, Kp, fresh.products + v0, Vp, ahead);
       if (row.fold) {
         rank_update(block, Kp, S.p, S.ld, BLOCK, Kp, {past.decay, past.u + v0, Vp, 1, past.k, Kp, P});
         state_over |= store_block(state + v0 * row_bytes, args.state.dtype, block, rows, z.K, Kp);
