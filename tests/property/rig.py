@@ -72,6 +72,7 @@ class Rig:
     Args:
         strided: pools are views with gaps between the slots and odd offsets, wrapped with `from_tensors`; cursors are
             every other word of one tensor. Otherwise the cache makes its own tensors.
+        ring_slots: R of strided pools, when it is more than needed.
         fill: what the pools hold at first.
     """
 
@@ -87,6 +88,7 @@ class Rig:
         ring_dtype: torch.dtype | None = None,
         null_slot: int | None = 0,
         strided: bool = False,
+        ring_slots: int | None = None,
         debug: bool = False,
         fill: float = NAN,
     ) -> None:
@@ -95,7 +97,7 @@ class Rig:
         self.storages: list[Tensor] = []
         if strided:
             H, HV, K, V = shape.sizes
-            R = 1 << (window + max_query_len - 1).bit_length()
+            R = ring_slots or 1 << (window + max_query_len - 1).bit_length()
             checkpoints, rings = [], []
             for _ in range(num_layers):
                 checkpoints.append(self._pool(num_slots, HV, V, K, dtype=state_dtype))

@@ -45,11 +45,12 @@ class Scenario:
     num_slots: int = 7
     null_slot: int | None = 0
     strided: bool = False
+    ring_slots: int | None = None  # more than needed; strided only
 
     def __str__(self) -> str:
         H, HV, K, V = self.shape.sizes
         dtypes = "/".join(str(x).removeprefix("torch.") for x in (self.state_dtype, self.ring_dtype, self.io_dtype))
-        null, layout = f"null{self.null_slot}", "strided" if self.strided else "own"
+        null, layout = f"null{self.null_slot}", f"strided{self.ring_slots or ''}" if self.strided else "own"
         return f"H{H}-HV{HV}-K{K}-V{V}-W{self.window}-T{self.max_query_len}-{dtypes}-{null}-{layout}"
 
 
@@ -62,7 +63,7 @@ SCENARIOS = [
     Scenario(GDNShape(2, 4, 64, 128), F32, F16, strided=True, null_slot=3),
     Scenario(GDNShape(2, 6, 64, 64), BF16, F16, io_dtype=F16),
     Scenario(GDNShape(1, 1, 128, 96), F16, BF16, max_query_len=4, null_slot=None),
-    Scenario(GDNShape(1, 3, 96, 128), F32, F32, io_dtype=BF16, strided=True),
+    Scenario(GDNShape(1, 3, 96, 128), F32, F32, io_dtype=BF16, strided=True, ring_slots=64),
     Scenario(GDNShape(2, 16, 64, 64), F16, F16, num_layers=1, null_slot=6),
     # the widest step: one token in the window already folds it
     Scenario(GDNShape(2, 4, 64, 64), F16, F16, max_query_len=16, strided=True),
@@ -71,7 +72,7 @@ SCENARIOS = [
     Scenario(GDNShape(1, 2, 64, 96), F16, F16, max_query_len=1, window=8),
     Scenario(GDNShape(1, 1, 12, 20), F32, F32, max_query_len=1, window=4, strided=True),
     # other windows: rings of 8, 16 and 64 rows
-    Scenario(GDNShape(1, 3, 64, 64), F16, F16, window=4, max_query_len=4, strided=True),
+    Scenario(GDNShape(1, 3, 64, 64), F16, F16, window=4, max_query_len=4, strided=True, ring_slots=16),
     Scenario(GDNShape(2, 4, 24, 40), F32, F32, window=4, max_query_len=3, num_layers=3, null_slot=None),
     Scenario(GDNShape(1, 8, 64, 64), BF16, BF16, window=8, max_query_len=8),
     Scenario(GDNShape(2, 6, 32, 64), F32, F16, window=8, max_query_len=5, strided=True, null_slot=2),
@@ -120,6 +121,7 @@ class Scene:
             ring_dtype=scenario.ring_dtype,
             null_slot=scenario.null_slot,
             strided=scenario.strided,
+            ring_slots=scenario.ring_slots,
             debug=debug,
         )
         self.cache = self.rig.cache

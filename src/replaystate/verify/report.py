@@ -92,8 +92,8 @@ def verify(backend: str | None = None, device: str = "cpu", progress: Callable[[
         ArgumentError: no backend of this name, or no such device in torch.
         BackendError: the backend asked for, or the device, is not usable on this machine.
 
-    Notes: deterministic (fixed seeds), and about 10 s on one CPU core. torch runs on one thread meanwhile: the tensors are
-    small, and threads that wait for each other on a busy machine take minutes.
+    Notes: deterministic (fixed seeds), and about 10 s on one CPU core. torch runs on one thread meanwhile: the tensors
+    are small, and threads that wait for each other on a busy machine take minutes.
 
     >>> report = verify("torch")  # doctest: +SKIP
     >>> report.ok, max(check.error / check.limit for check in report.checks) < 1  # doctest: +SKIP
@@ -126,7 +126,7 @@ def verify(backend: str | None = None, device: str = "cpu", progress: Callable[[
 
 
 def _run(run: Run, case: Case, backend: str, device: torch.device) -> str | None:
-    """Run one case; None, or why the backend says that it cannot run it. Anything else that it raises fails the case."""
+    """Run one case; None, or why the backend says that it cannot. Anything else that it raises fails the case."""
     try:
         run(case, backend, device)
     except BackendError as error:
