@@ -7,6 +7,7 @@ taken; the choice is logged once per kind of call. A backend asked for by name e
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, BackendError
-from . import torch_backend
+from . import cuda, torch_backend
 
 logger = logging.getLogger("replaystate")
 
@@ -164,6 +165,14 @@ class Backend(Protocol):
         """Prefill of whole prompts."""
 
 
+def fused(backend: Backend, op: str) -> Callable[..., None] | None:
+    """The backend's own form of a whole op, cursors and all, or None where it leaves them to the op.
+
+    A device backend has `materialize`, `flush`, `prefix_materialize` and `read_slots`, so that no call waits for the host.
+    """
+    return getattr(backend, op, None)
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """A backend's name, and why it cannot be used on this machine (None when it can)."""
@@ -177,7 +186,7 @@ class BackendInfo:
         return self.reason is None
 
 
-BY_PREFERENCE: tuple[Backend, ...] = (torch_backend,)
+BY_PREFERENCE: tuple[Backend, ...] = (cuda, torch_backend)
 
 
 def backends() -> list[BackendInfo]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, INT_DTYPES, check_inference, check_no_overlap, check_slots, check_tensor
 from ..errors import ArgumentError, SlotError
-from ..kernels import Call, select
+from ..kernels import Call, fused, select
 from ..shapes import check_window, flush_min
 from .common import check_rings, check_src_dst, on_host
 
@@ -100,13 +100,23 @@ def prefix_materialize(
     rows = src_slots.shape[0]
     for name, x in (("dst_slots", dst_slots), ("cache_base", cache_base), ("count", count)):
         check_tensor(fn, name, x, [rows], INT_DTYPES, device)
-    src, dst, count = src_slots.long(), dst_slots.long(), count.long()
-    skip = (src < 0) | (dst < 0) | (count < 0) | (count > window) | (src >= pool) | (dst >= pool)
     if (active_request_indices is None) != (num_active is None):
         raise ArgumentError(f"{fn}: active_request_indices and num_active: expected both or neither")
     if active_request_indices is not None and num_active is not None:
         check_tensor(fn, "active_request_indices", active_request_indices, ["n"], INT_DTYPES, device)
         check_tensor(fn, "num_active", num_active, [1], INT_DTYPES, device)
+    call = Call("fold_slots", device.type, None, state.dtype, k_cache.dtype, sizes, window)
+    kernels = select(backend, call)
+    whole = fused(kernels, "prefix_materialize")
+    if whole is not None:
+        whole(
+            state, src_slots, dst_slots, k_cache, u_cache, g_cache, cache_base, count, active_request_indices,
+            num_active, window,
+        )  # fmt: skip
+        return
+    src, dst, count = src_slots.long(), dst_slots.long(), count.long()
+    skip = (src < 0) | (dst < 0) | (count < 0) | (count > window) | (src >= pool) | (dst >= pool)
+    if active_request_indices is not None and num_active is not None:
         listed = active_request_indices.long()
         if on_host(state) and any(i >= rows for i in listed.tolist()):
             raise ArgumentError(f"{fn}: active_request_indices: expected rows below {rows}, got {listed.tolist()}")
@@ -122,5 +132,4 @@ def prefix_materialize(
         check_src_dst(fn, torch.where(skip, -1, src).tolist(), torch.where(skip, -1, dst).tolist(), pool, -1)
     src, dst = torch.where(skip, -1, src), torch.where(skip, -1, dst)
     start = cache_base.long() % ring_slots
-    call = Call("fold_slots", device.type, None, state.dtype, k_cache.dtype, sizes, window)
-    select(backend, call).fold_slots([state], [u_cache], [k_cache], [g_cache], src, dst, start, count, window, None)
+    kernels.fold_slots([state], [u_cache], [k_cache], [g_cache], src, dst, start, count, window, None)

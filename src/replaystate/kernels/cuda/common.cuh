@@ -1,0 +1,199 @@
+// Shared by all kernels: dtypes, element conversions in inline PTX (no CUDA header is needed), and a row's set-up.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+enum { F32 = 0, F16 = 1, BF16 = 2 };
+enum {
+  STATE_SATURATED = 1, RING_SATURATED = 2, DEAD = 4, NOT_COMMITTED = 8, NO_STEP = 16, ACCEPTED_CLAMPED = 32,
+  ROW_CUT = 64, BAD_CURSOR = 128, BAD_COUNT = 256, WINDOW_NOT_EMPTY = 512
+};
+#define FULL 0xffffffffu
+#define F32_MAX 3.402823466e38f
+
+// --- element conversions -------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+__device__ __forceinline__ float bf16_to_float(u16 h) { return __uint_as_float((u32)h << 16); }
+__device__ __forceinline__ u16 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+__device__ __forceinline__ u16 float_to_bf16(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+
+template <int D> struct Elem;
+template <> struct Elem<F32> {
+  typedef float T;
+  static __device__ __forceinline__ float up(float x) { return x; }
+  static __device__ __forceinline__ float down(float x) { return x; }
+  static constexpr float MAX = F32_MAX;
+};
+template <> struct Elem<F16> {
+  typedef u16 T;
+  static __device__ __forceinline__ float up(u16 x) { return half_to_float(x); }
+  static __device__ __forceinline__ u16 down(float x) { return float_to_half(x); }
+  static constexpr float MAX = 65504.f;
+};
+template <> struct Elem<BF16> {
+  typedef u16 T;
+  static __device__ __forceinline__ float up(u16 x) { return bf16_to_float(x); }
+  static __device__ __forceinline__ u16 down(float x) { return float_to_bf16(x); }
+  static constexpr float MAX = 3.3895313892515355e38f;
+};
+
+// One element of a tensor whose dtype is a runtime value.
+__device__ __forceinline__ float ld(const void* p, i64 i, int dtype) {
+  if (dtype == F32) return ((const float*)p)[i];
+  u16 h = ((const u16*)p)[i];
+  return dtype == F16 ? half_to_float(h) : bf16_to_float(h);
+}
+// The same in two halves, so that loads are in flight together and conversions wait for none but their own.
+__device__ __forceinline__ u32 ld_raw(const void* p, i64 i, int dtype) { return dtype == F32 ? ((const u32*)p)[i] : ((const u16*)p)[i]; }
+__device__ __forceinline__ float from_raw(u32 x, int dtype) {
+  return dtype == F32 ? __uint_as_float(x) : dtype == F16 ? half_to_float((u16)x) : bf16_to_float((u16)x);
+}
+__device__ __forceinline__ void st(void* p, i64 i, int dtype, float x) {
+  if (dtype == F32) ((float*)p)[i] = x;
+  else ((u16*)p)[i] = dtype == F16 ? float_to_half(x) : float_to_bf16(x);
+}
+__device__ __forceinline__ float dtype_max(int dtype) {
+  return dtype == F16 ? Elem<F16>::MAX : dtype == BF16 ? Elem<BF16>::MAX : F32_MAX;
+}
+__device__ __forceinline__ i64 wide(int x, i64 stride) { return (i64)x * (int)stride; }  // strides fit 31 bits
+__device__ __forceinline__ i64 ld_index(const void* p, i64 i, bool wide) {
+  return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
+}
+// Clamp to the finite range of a 16-bit dtype; NaN stays NaN. float32 is left alone.
+__device__ __forceinline__ float saturate(float x, float limit, bool& hit) {
+  if (limit == F32_MAX) return x;
+  if (fabsf(x) > limit) { hit = true; return copysignf(limit, x); }
+  return x;
+}
+
+// --- gates ---------------------------------------------------------------------------------------------------------
+
+// g = -exp(A_log + log softplus(x)). The product of the two factors is taken where neither can over- or underflow.
+__device__ __forceinline__ float log_decay(float x, float A_log) {
+  if (x >= -15.f && fabsf(A_log) < 60.f && x < 1e30f) return -expf(A_log) * (fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
+  float log_softplus = x < -15.f ? x : logf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
+  return -expf(A_log + log_softplus);
+}
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
+
+// --- what a step is given: one struct by value, 8 bytes a field, in the order of launch.STEP_FIELDS -----------------
+
+struct StepArgs {
+  const void *q, *k, *v, *a, *b, *A_log, *dt_bias;
+  void *state, *u_ring, *k_ring;
+  float* g_ring;
+  const int *ring_start, *num_committed;
+  int *step_records, *status;
+  void* out;
+  const void *state_indices, *query_start_loc;
+  i64 q_dtype, k_dtype, v_dtype, a_dtype, b_dtype, A_dtype, dt_dtype, u_dtype, kr_dtype, out_dtype, idx_wide, qsl_wide;
+  i64 q_row, q_tok, q_head, q_elem, k_row, k_tok, k_head, k_elem, v_row, v_tok, v_head, v_elem;
+  i64 a_row, a_tok, a_head, b_row, b_tok, b_head, out_row, out_tok, out_head, out_elem;
+  i64 state_slot, u_slot, k_slot, g_slot, A_stride, dt_stride, rs_stride, nc_stride, status_stride, rec_slot, rec_layer;
+  i64 idx_stride, qsl_stride;
+  i64 B, N, H, HV, K, V, W, R, width, num_slots, null_slot, flush_min, layer, num_layers;
+  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block;
+  double scale;
+};
+
+struct Row {
+  i64 slot, begin;
+  int length, base, P;   // tokens, ring origin, window length
+  bool real, alive;      // names a slot; and may be stepped
+};
+
+// A row's slot and tokens. The whole range of its tokens is `whole`; at most `width` of them run.
+__device__ __forceinline__ Row read_row(const StepArgs& p, i64 row, i64& whole) {
+  Row r;
+  r.slot = ld_index(p.state_indices, row * p.idx_stride, p.idx_wide);
+  whole = p.width;
+  r.begin = 0;
+  if (p.ragged) {
+    i64 lo = ld_index(p.query_start_loc, row * p.qsl_stride, p.qsl_wide);
+    i64 hi = ld_index(p.query_start_loc, (row + 1) * p.qsl_stride, p.qsl_wide);
+    lo = lo < 0 ? 0 : lo > p.N ? p.N : lo;
+    hi = hi < lo ? lo : hi > p.N ? p.N : hi;
+    r.begin = lo;
+    whole = hi - lo;
+  }
+  r.length = (int)(whole < p.width ? whole : p.width);
+  r.real = r.slot >= 0 && r.slot < p.num_slots && r.slot != p.null_slot;
+  r.alive = false;
+  r.base = r.P = 0;
+  return r;
+}
+
+struct Cursors { int base, P, record, flags; };
+
+__device__ __forceinline__ Cursors load_cursors(const StepArgs& p, i64 row, const Row& r) {
+  Cursors c = {0, 0, 0, 0};
+  if (r.real) {
+    i64 at = p.cursors_per_row ? row : r.slot;
+    c.base = p.ring_start[wide((int)at, p.rs_stride)];
+    c.P = p.num_committed[wide((int)at, p.nc_stride)];
+    if (p.step_records) {
+      if (threadIdx.x < (int)p.num_layers) c.record = ((volatile int*)p.step_records)[wide((int)r.slot, p.rec_slot) + wide(threadIdx.x, p.rec_layer)];
+      c.flags = ((volatile int*)p.status)[wide((int)r.slot, p.status_stride)];
+    }
+  }
+  return c;
+}
+
+// Decide whether the row runs. All threads of the block call this; it holds one barrier. `parts` blocks share the row:
+// each counts down its step record as a sign that it has read it (a negative record is a step in progress, not a pending
+// one), and the last one to come writes the new record (finish_row). What is flagged is the same for every part, so only
+// part 0 writes it.
+__device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Cursors& c, i64 whole, int part, int& arrived) {
+  r.base = c.base;
+  r.P = c.P;
+  const bool bad = r.real && (r.base < 0 || r.base >= (int)p.R || r.P < 0 || r.P > (int)p.W);
+  int broken = 0;
+  if (r.real && p.step_records) {
+    const int fresh = (int)(p.width << 16) | r.length;
+    int record = c.record;
+    for (int l = threadIdx.x; l < (int)p.num_layers; l += blockDim.x) {
+      if (l != threadIdx.x) record = ((volatile int*)p.step_records)[r.slot * p.rec_slot + l * p.rec_layer];
+      if (l == (int)p.layer ? record > 0 : record != 0 && record != fresh) broken = 1;
+    }
+  }
+  broken = __syncthreads_or(broken);
+  r.alive = r.real && !bad && !broken && !(c.flags & DEAD);  // a DEAD set meanwhile comes with `broken` or `bad`
+  if (threadIdx.x == 0 && r.real && p.step_records) {
+    if (part == 0) {
+      int hit = (broken ? NOT_COMMITTED | DEAD : 0) | (bad ? BAD_CURSOR | DEAD : 0) | (whole > p.width ? ROW_CUT : 0);
+      if (hit) atomicOr(&p.status[r.slot * p.status_stride], hit);
+    }
+    if (r.alive) arrived = atomicSub(&p.step_records[r.slot * p.rec_slot + p.layer * p.rec_layer], 1);
+  }
+}
+__device__ __forceinline__ void finish_row(const StepArgs& p, const Row& r, int parts, int arrived) {
+  if (threadIdx.x == 0 && p.step_records && r.alive && arrived == 1 - parts)
+    p.step_records[r.slot * p.rec_slot + p.layer * p.rec_layer] = (int)(p.width << 16) | r.length;
+}
+
+// Zero the outputs of values [v0, v1) of HEADS heads from hv on that no row fills: this row's, when it does not run; lanes past its
+// length; tokens of no row, dealt out to the rows.
+template <int HEADS>
+__device__ __forceinline__ void zero_outputs(const StepArgs& p, const Row& r, i64 row, int hv, int v0, int v1) {
+  if (!p.zero_rows) return;
+  const int one = v1 - v0, span = HEADS * one;
+  i64 first = r.alive ? r.length : 0, last = p.width;
+  if (p.ragged && !p.padded_out) {
+    i64 hi = ld_index(p.query_start_loc, (row + 1) * p.qsl_stride, p.qsl_wide);
+    last = (hi > p.N ? p.N : hi) - r.begin;
+  }
+  i64 base = (p.padded_out ? row * p.out_row : r.begin * p.out_tok) + hv * p.out_head;
+  for (i64 i = threadIdx.x; i < (last - first) * span; i += blockDim.x)
+    st(p.out, base + (first + i / span) * p.out_tok + (i % span / one) * p.out_head + (v0 + i % one) * p.out_elem, p.out_dtype, 0.f);
+  if (p.ragged && !p.padded_out) {
+    i64 head = ld_index(p.query_start_loc, 0, p.qsl_wide), tail = ld_index(p.query_start_loc, p.B * p.qsl_stride, p.qsl_wide);
+    head = head < 0 ? 0 : head > p.N ? p.N : head;
+    tail = tail < head ? head : tail > p.N ? p.N : tail;
+    for (i64 i = row; i < head + p.N - tail; i += p.B) {
+      i64 token = i < head ? i : tail + (i - head);
+      for (int v = threadIdx.x; v < span; v += blockDim.x)
+        st(p.out, token * p.out_tok + (hv + v / one) * p.out_head + (v0 + v % one) * p.out_elem, p.out_dtype, 0.f);
+    }
+  }
+}

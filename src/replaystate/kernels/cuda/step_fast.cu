@@ -1,0 +1,510 @@
+// One replay step for K = V = 128 with 16-bit inputs, state and rings, on the tensor cores.
+//
+// A block has one row, NHV value heads of one key head, and 1 / VS of their values; a warp has 32 values of one head.
+// Everything that belongs to the key head (normalised keys and queries, window keys, scores, Gram matrix) is computed
+// once a block. The state comes in by cp.async, 8 KB a warp, while that is done.
+//
+// mma.m16n8k16 with A = 16 rows of the state, B = token columns: n = side * TT + t (side 0: key, 1: query). The warp's 32
+// values are dealt to A rows as v = 4 r + x, r = lane / 4, x = 0..3 (x = 2 mt + half), so that a lane holds 4
+// neighbouring values of the token columns 2 q, 2 q + 1 (q = lane % 4): v, u and y move as 8-byte vectors and need no
+// shuffle, and the fold's product lands on the elements of the state that the lane's A fragment has.
+// State rows are 256 bytes in shared memory, their 16-byte chunks XOR-ed with v / 4 (mod 8): no bank conflicts.
+// A sum's order does not depend on NHV, VS or the batch.
+//
+// A 16-bit float matrix product is exact up to the rounding of its inputs: q and k are unit vectors in float16; beside a
+// bfloat16 operand they are split into two bfloat16 parts.
+//
+// Compile-time: STATE_D, IO_D, RING_D, TT (4, 8, 16), WIN (16, 32), NHV, VS, VEC (inputs and outputs in 8-byte
+// vectors), MIN_BLOCKS.
+
+#define NWARP (NHV * 4 / VS)
+#define THREADS (32 * NWARP)
+#define NT (2 * TT / 8)           // token columns in tiles of 8
+#define JT (WIN / 16)             // window rows in tiles of 16
+#define XROWS (2 * TT)
+#define SS (2 * TT + 4)           // row stride of the scores: no bank conflicts
+#define SPLIT (STATE_D == BF16 || RING_D == BF16)
+#define HEAD_FLOATS (WIN + TT * 2 * TT + 2 * TT + TT + 4)
+
+typedef Elem<STATE_D> S_;
+typedef Elem<IO_D> IO_;
+typedef Elem<RING_D> R_;
+
+__device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void cp_async16(u32 to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void ldsm4(u32* r, u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+}
+__device__ __forceinline__ void ldsm4_trans(u32* r, u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+}
+template <int D> __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  if (D == F16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <int D> __device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 r;
+  if (D == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+template <int D> __device__ __forceinline__ float low(u32 x) { return Elem<D>::up((u16)x); }
+template <int D> __device__ __forceinline__ float high(u32 x) {
+  return D == BF16 ? __uint_as_float(x & 0xffff0000u) : Elem<D>::up((u16)(x >> 16));
+}
+// What is left of two floats after rounding to bfloat16, again as bfloat16.
+__device__ __forceinline__ u32 rest(float lo, float hi, u32 packed) {
+  return pack<BF16>(lo - low<BF16>(packed), hi - high<BF16>(packed));
+}
+// Element-wise max(|a|, |b|) of pairs, and whether the low half is an infinity.
+__device__ __forceinline__ u32 max_abs2(u32 a, u32 b) {
+  u32 r;
+  if (STATE_D == F16) asm("{ .reg .b32 x; and.b32 x, %2, 0x7fff7fff; max.f16x2 %0, %1, x; }" : "=r"(r) : "r"(a), "r"(b));
+  else asm("{ .reg .b32 x; and.b32 x, %2, 0x7fff7fff; max.bf16x2 %0, %1, x; }" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ bool is_inf(u32 x) { return (x & 0x7fff) == (STATE_D == F16 ? 0x7c00 : 0x7f80); }
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
+__device__ __forceinline__ uint2 ldg8(const void* p) {
+  uint2 r;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+  return r;
+}
+__device__ __forceinline__ uint4 ldg16(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+// Four neighbouring elements of an io tensor; any element-aligned view.
+__device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
+  const u16* x = (const u16*)p + i;
+  if (VEC) return ldg8(x);
+  return make_uint2((u32)x[0] | (u32)x[elem] << 16, (u32)x[2 * elem] | (u32)x[3 * elem] << 16);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(const __grid_constant__ StepArgs p) {
+  constexpr int K = 128, V = 128;
+  extern __shared__ __align__(128) unsigned char smem[];
+  unsigned char* sK = smem + NWARP * 8192;             // [WIN][128] window keys
+  unsigned char* sX = sK + WIN * 256;                  // [XROWS][128] normalised keys, then queries: float16
+  unsigned char* sXb = sX + XROWS * 256;               // the same as bfloat16 high and low parts
+  float* sS = (float*)(sXb + (SPLIT ? 2 * XROWS * 256 : 0));  // [WIN][SS] scores of window keys
+  float* sG = sS + WIN * SS;                           // [TT][SS] scores of new keys
+  float* sH = sG + TT * SS;                            // per value head: weights, coefficients, own factors, betas
+
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, r = lane >> 2, q = lane & 3;
+  const int HV = (int)p.HV, group = (int)((u32)HV / (u32)p.H), R1 = (int)p.R - 1, parts = HV / NHV * VS;
+  const i64 row = blockIdx.x / (u32)parts;
+  const int part = (int)(blockIdx.x - (u32)row * parts);
+  const int hv0 = part / VS * NHV, h = (int)((u32)hv0 / (u32)group);
+  const int local = warp / (4 / VS), hv = hv0 + local, chunk = part % VS * (4 / VS) + warp % (4 / VS);
+  const bool owns_key = hv0 % group == 0 && part % VS == 0;
+
+  const bool makes_gates = warp % (4 / VS) == 0;
+  u32 raw_A = 0, raw_dt = 0, raw_a = 0, raw_b = 0;
+  if (makes_gates) {
+    raw_A = ld_raw(p.A_log, hv * p.A_stride, p.A_dtype);
+    raw_dt = ld_raw(p.dt_bias, hv * p.dt_stride, p.dt_dtype);
+  }
+  i64 whole;
+  Row w = read_row(p, row, whole);
+  const Cursors cursors = load_cursors(p, row, w);
+  unsigned char* tile = smem + warp * 8192;            // this warp's 32 rows of the state
+  const u32 tile_addr = smem_addr(tile);
+  u16* state = (u16*)p.state + wide((int)w.slot, p.state_slot) + (hv * V + chunk * 32) * K;
+  if (w.real) {
+    const u16* from = state + (lane >> 4) * K + (lane & 15) * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      int v = 2 * i + (lane >> 4);
+      cp_async16(tile_addr + v * 256 + (((lane & 15) ^ (v >> 2 & 7)) << 4), from + 2 * i * K, true);
+    }
+  }
+  cp_commit();
+  int arrived = 0;
+  // Keys and queries of the new tokens do not wait for the cursors.
+  uint2 x4[(XROWS + NWARP - 1) / NWARP];
+#pragma unroll
+  for (int m = 0; m < (XROWS + NWARP - 1) / NWARP; m++) {
+    const int i = warp + m * NWARP, t = i % TT;
+    x4[m] = make_uint2(0, 0);
+    if (i < XROWS && t < w.length && w.real)
+      x4[m] = i < TT ? ld_io4(p.k, wide((int)row, p.k_row) + wide((int)w.begin + t, p.k_tok) + wide(h, p.k_head) + (VEC ? 4 * lane : 4 * lane * p.k_elem), p.k_elem)
+                     : ld_io4(p.q, wide((int)row, p.q_row) + wide((int)w.begin + t, p.q_tok) + wide(h, p.q_head) + (VEC ? 4 * lane : 4 * lane * p.q_elem), p.q_elem);
+  }
+  if (makes_gates && lane < w.length && w.real) {
+    raw_a = ld_raw(p.a, wide((int)row, p.a_row) + wide((int)w.begin + lane, p.a_tok) + wide(hv, p.a_head), p.a_dtype);
+    raw_b = ld_raw(p.b, wide((int)row, p.b_row) + wide((int)w.begin + lane, p.b_tok) + wide(hv, p.b_head), p.b_dtype);
+  }
+  settle_row(p, w, cursors, whole, part, arrived);
+  if (!w.alive) {
+    cp_wait<0>();
+    zero_outputs<NHV>(p, w, row, hv0, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+    return;
+  }
+  const int P = w.P, n = w.length, base = w.base;
+  const bool folds = P >= p.flush_min;
+
+  // Loads that need the cursors, all in flight together: window keys, this warp's window corrections and values.
+  const u16* k_ring = (const u16*)p.k_ring + wide((int)w.slot, p.k_slot) + h * (R1 + 1) * K;
+  u16* u_ring = (u16*)p.u_ring + wide((int)w.slot, p.u_slot) + hv * (R1 + 1) * V + chunk * 32 + 4 * r;
+  float* g_ring = p.g_ring + wide((int)w.slot, p.g_slot) + hv * (R1 + 1);
+  constexpr int KEYS = (WIN * 16 + THREADS - 1) / THREADS;
+  uint4 key[KEYS];
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    int j = (tid + i * THREADS) >> 4;
+    key[i] = j < P ? ldg16(k_ring + ((base + j) & R1) * K + (tid & 15) * 8) : make_uint4(0, 0, 0, 0);
+  }
+  float gw = 0.f;
+  if (makes_gates && lane < P) gw = g_ring[(base + lane) & R1];
+  uint2 uw[4 * JT];                                    // u of window rows 16 jt + 2q, +1, +8, +9; values 4 r ..
+#pragma unroll
+  for (int i = 0; i < 4 * JT; i++) {
+    int j = i / 4 * 16 + 2 * q + (i & 1) + (i & 2) * 4;
+    uw[i] = j < P ? ldg8(u_ring + ((base + j) & R1) * V) : make_uint2(0, 0);
+  }
+  uint2 vt[TT == 4 ? 2 : TT / 4];                      // v of this lane's key columns
+#pragma unroll
+  for (int i = 0; i < (TT == 4 ? 2 : TT / 4); i++) {
+    int t = 8 * (i / 2) + 2 * q + (i & 1);
+    vt[i] = t < n && t < TT ? ld_io4(p.v, wide((int)row, p.v_row) + wide((int)w.begin + t, p.v_tok) + wide(hv, p.v_head) + (VEC ? chunk * 32 + 4 * r : (chunk * 32 + 4 * r) * p.v_elem), p.v_elem)
+                            : make_uint2(0, 0);
+  }
+
+  // Normalise; append the new keys.
+#pragma unroll
+  for (int m = 0; m < (XROWS + NWARP - 1) / NWARP; m++) {
+    const int i = warp + m * NWARP, t = i % TT;
+    if (i < XROWS) {
+      float x0 = low<IO_D>(x4[m].x), x1 = high<IO_D>(x4[m].x), x2 = low<IO_D>(x4[m].y), x3 = high<IO_D>(x4[m].y);
+      float sum = x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3;
+#pragma unroll
+      for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(FULL, sum, d);
+      const float norm = rsqrtf(sum + 1e-6f);
+      x0 *= norm; x1 *= norm; x2 *= norm; x3 *= norm;
+      const int at = i * 256 + (((lane >> 1) ^ (i & 7)) << 4) + (lane & 1) * 8;
+      uint2 packed = make_uint2(pack<F16>(x0, x1), pack<F16>(x2, x3));
+      *(uint2*)(sX + at) = packed;
+      if (SPLIT) {
+        uint2 hi = make_uint2(pack<BF16>(x0, x1), pack<BF16>(x2, x3));
+        *(uint2*)(sXb + at) = hi;
+        *(uint2*)(sXb + XROWS * 256 + at) = make_uint2(rest(x0, x1, hi.x), rest(x2, x3, hi.y));
+        if (RING_D == BF16) packed = hi;
+      }
+      if (i < TT && t < n && owns_key)
+        *(uint2*)((u16*)k_ring + ((base + P + t) & R1) * K + 4 * lane) = packed;
+    }
+  }
+  // Gates of a value head: decay of each window row to the window's end, coefficients between the new tokens.
+  float* head = sH + local * HEAD_FLOATS;
+  float *weight = head, *coef = head + WIN, *own = coef + TT * 2 * TT, *betas = own + 2 * TT;
+  if (makes_gates) {
+    float g = 0.f, beta = 0.f;
+    if (lane < n) {
+      g = log_decay(from_raw(raw_a, p.a_dtype) + from_raw(raw_dt, p.dt_dtype), from_raw(raw_A, p.A_dtype));
+      beta = sigmoid(from_raw(raw_b, p.b_dtype));
+      if (chunk == 0) g_ring[(base + P + lane) & R1] = g;
+    }
+    float from = gw;                                   // sum of rows j, j + 1, ... P - 1
+#pragma unroll
+    for (int d = 1; d < WIN; d <<= 1) {
+      float other = __shfl_down_sync(FULL, from, d);
+      if (lane + d < WIN) from += other;
+    }
+    float after = __shfl_down_sync(FULL, from, 1);
+    if (lane < WIN) weight[lane] = lane < P ? expf(lane + 1 < WIN ? after : 0.f) : 0.f;
+    if (lane == 0) betas[TT] = expf(from);
+    const float scale = (float)p.scale;
+    if (lane < TT) betas[lane] = beta;
+    float now = 0.f;
+#pragma unroll
+    for (int s = 0; s < TT; s++) {
+      float gs = __shfl_sync(FULL, g, s);
+      if (s <= lane) now += gs;
+    }
+    if (lane < TT) { own[lane] = -beta * expf(now); own[TT + lane] = scale * expf(now); }
+#pragma unroll
+    for (int i = 0; i < TT * 2 * TT / 32; i++) {
+      int e = 32 * i + lane, s = e / (2 * TT), col = e % (2 * TT), t = col % TT;
+      float since = 0.f, bt = __shfl_sync(FULL, beta, t);
+#pragma unroll
+      for (int m = TT - 1; m > 0; m--) {
+        float gm = __shfl_sync(FULL, g, m);
+        if (m > s && m <= t) since += gm;
+      }
+      coef[e] = col >= TT ? (s <= t ? scale * expf(since) : 0.f) : (s < t ? -bt * expf(since) : 0.f);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    int j = (tid + i * THREADS) >> 4;
+    *(uint4*)(sK + j * 256 + (((tid & 15) ^ (j & 7)) << 4)) = key[i];
+  }
+  __syncthreads();
+
+  // Scores of the window's keys and of the new ones: one tile of 16 a warp.
+#pragma unroll
+  for (int task = warp; task < JT + 1; task += NWARP) {
+    const bool gram = task == JT;
+    float s[NT][4];
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) s[nt][0] = s[nt][1] = s[nt][2] = s[nt][3] = 0.f;
+    if (gram || P > 16 * task) {
+#pragma unroll
+      for (int kp = 0; kp < 4; kp++) {
+        u32 b[NT][4], bl[NT][4], a[2][4];
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+          u32 at = (8 * nt + (lane & 7)) * 256 + (((4 * kp + (lane >> 3)) ^ (lane & 7)) << 4);
+          ldsm4(b[nt], smem_addr(sX) + at);
+          if (RING_D == BF16 && !gram) {
+            ldsm4(b[nt], smem_addr(sXb) + at);
+            ldsm4(bl[nt], smem_addr(sXb) + XROWS * 256 + at);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          if (gram) {
+            a[m][0] = b[0][2 * m]; a[m][2] = b[0][2 * m + 1];
+            a[m][1] = TT == 16 ? b[NT == 1 ? 0 : 1][2 * m] : 0; a[m][3] = TT == 16 ? b[NT == 1 ? 0 : 1][2 * m + 1] : 0;
+          } else {
+            int j = 16 * task + (lane & 7) + (lane & 8);
+            ldsm4(a[m], smem_addr(sK) + j * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (j & 7)) << 4));
+          }
+#pragma unroll
+          for (int nt = 0; nt < NT; nt++) {
+            if (gram || RING_D == F16) mma<F16>(s[nt], a[m], b[nt][2 * m], b[nt][2 * m + 1]);
+            else {
+              mma<BF16>(s[nt], a[m], b[nt][2 * m], b[nt][2 * m + 1]);
+              mma<BF16>(s[nt], a[m], bl[nt][2 * m], bl[nt][2 * m + 1]);
+            }
+          }
+        }
+      }
+    }
+    float* to = gram ? sG : sS + 16 * task * SS;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      if (!gram || r < TT) *(float2*)(to + r * SS + 8 * nt + 2 * q) = make_float2(s[nt][0], s[nt][1]);
+      if (!gram || r + 8 < TT) *(float2*)(to + (r + 8) * SS + 8 * nt + 2 * q) = make_float2(s[nt][2], s[nt][3]);
+    }
+  }
+  __syncthreads();
+
+  cp_wait<0>();
+  __syncwarp();
+  // S_0 x for all token columns x.
+  float acc[2][NT][4];
+#pragma unroll
+  for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) acc[mt][nt][0] = acc[mt][nt][1] = acc[mt][nt][2] = acc[mt][nt][3] = 0.f;
+  const u32 frag = tile_addr + 4 * (lane & 7) * 256 + (lane >> 3 & 1) * 256;
+#pragma unroll
+  for (int kp = 0; kp < 4; kp++) {
+    u32 b[NT][4], bl[NT][4];
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      u32 at = (8 * nt + (lane & 7)) * 256 + (((4 * kp + (lane >> 3)) ^ (lane & 7)) << 4);
+      if (STATE_D == F16) ldsm4(b[nt], smem_addr(sX) + at);
+      else {
+        ldsm4(b[nt], smem_addr(sXb) + at);
+        ldsm4(bl[nt], smem_addr(sXb) + XROWS * 256 + at);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int mt = 0; mt < 2; mt++) {
+        u32 a[4];
+        ldsm4(a, frag + 2 * mt * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (lane & 7)) << 4));
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+          mma<STATE_D>(acc[mt][nt], a, b[nt][2 * m], b[nt][2 * m + 1]);
+          if (STATE_D == BF16) mma<STATE_D>(acc[mt][nt], a, bl[nt][2 * m], bl[nt][2 * m + 1]);
+        }
+      }
+  }
+  // ... e^{G_P} S_0 x + sum_j e^{G_P - G_j} u_j (k_j . x)
+  const float decay = betas[TT];
+#pragma unroll
+  for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[mt][nt][e] *= decay;
+  u32 ua[JT][2][4];                                    // u as A fragments: values by window rows
+#pragma unroll
+  for (int jt = 0; jt < JT; jt++)
+#pragma unroll
+    for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint2 lo = uw[4 * jt + (i & 2)], hi = uw[4 * jt + (i & 2) + 1];
+        ua[jt][mt][i] = mt ? prmt(lo.y, hi.y, i & 1 ? 0x7632 : 0x5410) : prmt(lo.x, hi.x, i & 1 ? 0x7632 : 0x5410);
+      }
+#pragma unroll
+  for (int jt = 0; jt < JT; jt++)
+    if (P > 16 * jt) {
+      const int j = 16 * jt + 2 * q;
+      const float w0 = weight[j], w1 = weight[j + 1], w2 = weight[j + 8], w3 = weight[j + 9];
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) {
+        const float* s = sS + j * SS + 8 * nt + r;
+        const float s0 = s[0] * w0, s1 = s[SS] * w1, s2 = s[8 * SS] * w2, s3 = s[9 * SS] * w3;
+        const u32 b0 = pack<RING_D>(s0, s1), b1 = pack<RING_D>(s2, s3);
+#pragma unroll
+        for (int mt = 0; mt < 2; mt++) mma<RING_D>(acc[mt][nt], ua[jt][mt], b0, b1);
+        if (RING_D == BF16) {
+          const u32 l0 = rest(s0, s1, b0), l1 = rest(s2, s3, b1);
+#pragma unroll
+          for (int mt = 0; mt < 2; mt++) mma<RING_D>(acc[mt][nt], ua[jt][mt], l0, l1);
+        }
+      }
+    }
+  // Solve for u of the new tokens by substitution; y is carried along. acc[x / 2][nt][2 (x % 2) + e]: value x.
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++) {
+    const int col = 8 * nt + 2 * q;
+    const float2 f = *(const float2*)(own + col);
+#pragma unroll
+    for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[mt][nt][e] *= e & 1 ? f.y : f.x;
+    if (8 * nt < TT) {
+      const bool key = TT > 4 || q < 2;
+      const float b0 = key ? betas[col] : 0.f, b1 = key ? betas[col + 1] : 0.f;
+      const uint2 v0 = vt[2 * nt < (TT == 4 ? 2 : TT / 4) ? 2 * nt : 0], v1 = vt[2 * nt < (TT == 4 ? 2 : TT / 4) ? 2 * nt + 1 : 0];
+      if (key) {
+        acc[0][nt][0] += b0 * low<IO_D>(v0.x); acc[0][nt][2] += b0 * high<IO_D>(v0.x);
+        acc[1][nt][0] += b0 * low<IO_D>(v0.y); acc[1][nt][2] += b0 * high<IO_D>(v0.y);
+        acc[0][nt][1] += b1 * low<IO_D>(v1.x); acc[0][nt][3] += b1 * high<IO_D>(v1.x);
+        acc[1][nt][1] += b1 * low<IO_D>(v1.y); acc[1][nt][3] += b1 * high<IO_D>(v1.y);
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < TT; s++) {
+    float u[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) u[x] = __shfl_sync(FULL, acc[x / 2][s / 8][2 * (x % 2) + (s & 1)], (lane & ~3) | (s % 8) >> 1);
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      if (8 * nt + 7 <= s) continue;                   // keys no later than s
+      const int col = 8 * nt + 2 * q;
+      const float2 c = *(const float2*)(coef + s * 2 * TT + col), d = *(const float2*)(sG + s * SS + col);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int t = (col + e) % TT;
+        if (t > s || (t == s && col + e >= TT)) {      // a token that comes earlier is not touched: u may be NaN
+          const float f = e ? c.y * d.y : c.x * d.x;
+#pragma unroll
+          for (int x = 0; x < 4; x++) acc[x / 2][nt][2 * (x % 2) + e] += f * u[x];
+        }
+      }
+    }
+  }
+  // Append u, write y.
+  bool hit_u = false, hit_s = false;
+  const i64 out_base = (p.padded_out || !p.ragged ? wide((int)row, p.out_row) : wide((int)w.begin, p.out_tok)) + wide(hv, p.out_head) + (VEC ? chunk * 32 + 4 * r : (chunk * 32 + 4 * r) * p.out_elem);
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int col = 8 * nt + 2 * q + e, t = col % TT;
+      float x0 = acc[0][nt][e], x1 = acc[0][nt][2 + e], x2 = acc[1][nt][e], x3 = acc[1][nt][2 + e];
+      if (t >= n) continue;
+      if (col < TT) {
+        x0 = saturate(x0, R_::MAX, hit_u); x1 = saturate(x1, R_::MAX, hit_u);
+        x2 = saturate(x2, R_::MAX, hit_u); x3 = saturate(x3, R_::MAX, hit_u);
+        *(uint2*)(u_ring + ((base + P + t) & R1) * V) = make_uint2(pack<RING_D>(x0, x1), pack<RING_D>(x2, x3));
+      } else {
+        u16* out = (u16*)p.out + out_base + wide(t, p.out_tok);
+        const u32 lo = pack<IO_D>(x0, x1), hi = pack<IO_D>(x2, x3);
+        if (VEC) *(uint2*)out = make_uint2(lo, hi);
+        else { out[0] = (u16)lo; out[p.out_elem] = (u16)(lo >> 16); out[2 * p.out_elem] = (u16)hi; out[3 * p.out_elem] = (u16)(hi >> 16); }
+      }
+    }
+  if (folds) {
+    // S <- e^{G_P} S + sum_j (e^{G_P - G_j} u_j) k_j^T, in the shared tile, then out in whole rows.
+    u32 ul[RING_D == BF16 ? JT : 1][2][4];
+#pragma unroll
+    for (int jt = 0; jt < JT; jt++) {
+      const int j = 16 * jt + 2 * q;
+      const float w0 = weight[j], w1 = weight[j + 1], w2 = weight[j + 8], w3 = weight[j + 9];
+#pragma unroll
+      for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float a0 = low<RING_D>(ua[jt][mt][i]) * (i & 2 ? w2 : w0), a1 = high<RING_D>(ua[jt][mt][i]) * (i & 2 ? w3 : w1);
+          ua[jt][mt][i] = pack<RING_D>(a0, a1);
+          if (RING_D == BF16) ul[RING_D == BF16 ? jt : 0][mt][i] = rest(a0, a1, ua[jt][mt][i]);
+        }
+    }
+    u32 most = 0;                                      // largest magnitude, in pairs; NaN does not count
+#pragma unroll 2
+    for (int ks = 0; ks < 8; ks++) {
+      u32 b[JT][4];
+#pragma unroll
+      for (int jt = 0; jt < JT; jt++) {
+        const int j = 16 * jt + (lane & 7) + (lane & 8);
+        ldsm4_trans(b[jt], smem_addr(sK) + j * 256 + (((2 * ks + (lane >> 4)) ^ (j & 7)) << 4));
+      }
+#pragma unroll
+      for (int mt = 0; mt < 2; mt++) {
+        u32 a[4];
+        ldsm4(a, frag + 2 * mt * 256 + (((2 * ks + (lane >> 4)) ^ (lane & 7)) << 4));
+        float d[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          d[i][0] = decay * low<STATE_D>(a[2 * i]); d[i][1] = decay * high<STATE_D>(a[2 * i]);
+          d[i][2] = decay * low<STATE_D>(a[2 * i + 1]); d[i][3] = decay * high<STATE_D>(a[2 * i + 1]);
+#pragma unroll
+          for (int jt = 0; jt < JT; jt++) {
+            mma<RING_D>(d[i], ua[jt][mt], b[jt][2 * i], b[jt][2 * i + 1]);
+            if (RING_D == BF16) mma<RING_D>(d[i], ul[RING_D == BF16 ? jt : 0][mt], b[jt][2 * i], b[jt][2 * i + 1]);
+          }
+        }
+        unsigned char* to = tile + (4 * r + 2 * mt) * 256 + 4 * q;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32 s0 = pack<STATE_D>(d[i][0], d[i][1]), s1 = pack<STATE_D>(d[i][2], d[i][3]);
+          most = max_abs2(max_abs2(most, s0), s1);
+          *(u32*)(to + (((2 * ks + i) ^ r) << 4)) = s0;
+          *(u32*)(to + 256 + (((2 * ks + i) ^ r) << 4)) = s1;
+        }
+      }
+    }
+    __syncwarp();
+    if (__any_sync(FULL, is_inf(most) || is_inf(most >> 16))) {  // what rounded to infinity becomes the largest finite
+      for (int i = lane; i < 2048; i += 32) {
+        u32 x = *(u32*)(tile + 4 * i);
+        if (is_inf(x)) { hit_s = true; x -= 1; }
+        if (is_inf(x >> 16)) { hit_s = true; x -= 0x10000; }
+        *(u32*)(tile + 4 * i) = x;
+      }
+      __syncwarp();
+    }
+    u16* to = state + (lane >> 4) * K + (lane & 15) * 8;
+#pragma unroll 4
+    for (int i = 0; i < 16; i++) {
+      int v = 2 * i + (lane >> 4);
+      *(uint4*)(to + 2 * i * K) = *(const uint4*)(tile + v * 256 + (((lane & 15) ^ (v >> 2 & 7)) << 4));
+    }
+  }
+  if (p.status && __any_sync(FULL, hit_u || hit_s)) {
+    const int hit = (hit_u ? RING_SATURATED : 0) | (hit_s ? STATE_SATURATED : 0);
+    if (hit) atomicOr(&p.status[w.slot * p.status_stride], hit);
+  }
+  finish_row(p, w, parts, arrived);
+  zero_outputs<NHV>(p, w, row, hv0, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+}
