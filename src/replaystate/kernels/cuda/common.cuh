@@ -93,32 +93,42 @@ struct StepArgs {
   i64 state_slot, u_slot, k_slot, g_slot, A_stride, dt_stride, rs_stride, nc_stride, status_stride, rec_slot, rec_layer;
   i64 idx_stride, qsl_stride;
   i64 B, N, H, HV, K, V, W, R, width, num_slots, null_slot, flush_min, layer, num_layers;
-  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block;
+  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block, group, inverse_group;
   double scale;
 };
 
 struct Row {
-  i64 slot, begin;
-  int length, base, P;   // tokens, ring origin, window length
-  bool real, alive;      // names a slot; and may be stepped
+  int slot, begin, whole;  // its tokens: begin .. begin + whole - 1
+  int length, base, P;     // tokens that run (at most `width`), ring origin, window length
+  int head, tail;          // tokens before the first row's and after the last row's belong to none
+  bool real, alive;        // names a slot; and may be stepped
 };
 
-// A row's slot and tokens. The whole range of its tokens is `whole`; at most `width` of them run.
-__device__ __forceinline__ Row read_row(const StepArgs& p, i64 row, i64& whole) {
+// The low word of an index, -1 for one that does not fit 31 bits.
+__device__ __forceinline__ int ld_slot(const void* p, int i, bool wide64) {
+  if (!wide64) return ((const int*)p)[i];
+  const i64 x = ((const i64*)p)[i];
+  return x == (int)x ? (int)x : -1;
+}
+__device__ __forceinline__ int clamp(int x, int lo, int hi) { return min(max(x, lo), hi); }
+
+__device__ __forceinline__ Row read_row(const StepArgs& p, int row) {
   Row r;
-  r.slot = ld_index(p.state_indices, row * p.idx_stride, p.idx_wide);
-  whole = p.width;
-  r.begin = 0;
+  r.slot = ld_slot(p.state_indices, row * (int)p.idx_stride, p.idx_wide);
+  r.whole = (int)p.width;
+  r.begin = r.head = 0;
+  r.tail = (int)p.N;
   if (p.ragged) {
-    i64 lo = ld_index(p.query_start_loc, row * p.qsl_stride, p.qsl_wide);
-    i64 hi = ld_index(p.query_start_loc, (row + 1) * p.qsl_stride, p.qsl_wide);
-    lo = lo < 0 ? 0 : lo > p.N ? p.N : lo;
-    hi = hi < lo ? lo : hi > p.N ? p.N : hi;
-    r.begin = lo;
-    whole = hi - lo;
+    const int s = (int)p.qsl_stride, N = (int)p.N;
+    const int lo = ld_slot(p.query_start_loc, row * s, p.qsl_wide), hi = ld_slot(p.query_start_loc, row * s + s, p.qsl_wide);
+    const int head = ld_slot(p.query_start_loc, 0, p.qsl_wide), tail = ld_slot(p.query_start_loc, (int)p.B * s, p.qsl_wide);
+    r.begin = clamp(lo, 0, N);
+    r.whole = clamp(hi, r.begin, N) - r.begin;
+    r.head = clamp(head, 0, N);
+    r.tail = clamp(tail, r.head, N);
   }
-  r.length = (int)(whole < p.width ? whole : p.width);
-  r.real = r.slot >= 0 && r.slot < p.num_slots && r.slot != p.null_slot;
+  r.length = min(r.whole, (int)p.width);
+  r.real = r.slot >= 0 && r.slot < (int)p.num_slots && r.slot != (int)p.null_slot;
   r.alive = false;
   r.base = r.P = 0;
   return r;
@@ -126,15 +136,15 @@ __device__ __forceinline__ Row read_row(const StepArgs& p, i64 row, i64& whole) 
 
 struct Cursors { int base, P, record, flags; };
 
-__device__ __forceinline__ Cursors load_cursors(const StepArgs& p, i64 row, const Row& r) {
+__device__ __forceinline__ Cursors load_cursors(const StepArgs& p, int row, const Row& r) {
   Cursors c = {0, 0, 0, 0};
   if (r.real) {
-    i64 at = p.cursors_per_row ? row : r.slot;
-    c.base = p.ring_start[wide((int)at, p.rs_stride)];
-    c.P = p.num_committed[wide((int)at, p.nc_stride)];
+    const int at = p.cursors_per_row ? row : r.slot;
+    c.base = p.ring_start[wide(at, p.rs_stride)];
+    c.P = p.num_committed[wide(at, p.nc_stride)];
     if (p.step_records) {
-      if (threadIdx.x < (int)p.num_layers) c.record = ((volatile int*)p.step_records)[wide((int)r.slot, p.rec_slot) + wide(threadIdx.x, p.rec_layer)];
-      c.flags = ((volatile int*)p.status)[wide((int)r.slot, p.status_stride)];
+      if (threadIdx.x < (int)p.num_layers) c.record = ((volatile int*)p.step_records)[wide(r.slot, p.rec_slot) + wide(threadIdx.x, p.rec_layer)];
+      c.flags = ((volatile int*)p.status)[wide(r.slot, p.status_stride)];
     }
   }
   return c;
@@ -144,7 +154,7 @@ __device__ __forceinline__ Cursors load_cursors(const StepArgs& p, i64 row, cons
 // each counts down its step record as a sign that it has read it (a negative record is a step in progress, not a pending
 // one), and the last one to come writes the new record (finish_row). What is flagged is the same for every part, so only
 // part 0 writes it.
-__device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Cursors& c, i64 whole, int part, int& arrived) {
+__device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Cursors& c, int part, int& arrived) {
   r.base = c.base;
   r.P = c.P;
   const bool bad = r.real && (r.base < 0 || r.base >= (int)p.R || r.P < 0 || r.P > (int)p.W);
@@ -161,39 +171,33 @@ __device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Curs
   r.alive = r.real && !bad && !broken && !(c.flags & DEAD);  // a DEAD set meanwhile comes with `broken` or `bad`
   if (threadIdx.x == 0 && r.real && p.step_records) {
     if (part == 0) {
-      int hit = (broken ? NOT_COMMITTED | DEAD : 0) | (bad ? BAD_CURSOR | DEAD : 0) | (whole > p.width ? ROW_CUT : 0);
-      if (hit) atomicOr(&p.status[r.slot * p.status_stride], hit);
+      int hit = (broken ? NOT_COMMITTED | DEAD : 0) | (bad ? BAD_CURSOR | DEAD : 0) | (r.whole > r.length ? ROW_CUT : 0);
+      if (hit) atomicOr(&p.status[wide(r.slot, p.status_stride)], hit);
     }
-    if (r.alive) arrived = atomicSub(&p.step_records[r.slot * p.rec_slot + p.layer * p.rec_layer], 1);
+    if (r.alive) arrived = atomicSub(&p.step_records[wide(r.slot, p.rec_slot) + wide((int)p.layer, p.rec_layer)], 1);
   }
 }
 __device__ __forceinline__ void finish_row(const StepArgs& p, const Row& r, int parts, int arrived) {
   if (threadIdx.x == 0 && p.step_records && r.alive && arrived == 1 - parts)
-    p.step_records[r.slot * p.rec_slot + p.layer * p.rec_layer] = (int)(p.width << 16) | r.length;
+    p.step_records[wide(r.slot, p.rec_slot) + wide((int)p.layer, p.rec_layer)] = (int)(p.width << 16) | r.length;
 }
 
-// Zero the outputs of values [v0, v1) of HEADS heads from hv on that no row fills: this row's, when it does not run; lanes past its
-// length; tokens of no row, dealt out to the rows.
-template <int HEADS>
-__device__ __forceinline__ void zero_outputs(const StepArgs& p, const Row& r, i64 row, int hv, int v0, int v1) {
-  if (!p.zero_rows) return;
-  const int one = v1 - v0, span = HEADS * one;
-  i64 first = r.alive ? r.length : 0, last = p.width;
-  if (p.ragged && !p.padded_out) {
-    i64 hi = ld_index(p.query_start_loc, (row + 1) * p.qsl_stride, p.qsl_wide);
-    last = (hi > p.N ? p.N : hi) - r.begin;
-  }
-  i64 base = (p.padded_out ? row * p.out_row : r.begin * p.out_tok) + hv * p.out_head;
-  for (i64 i = threadIdx.x; i < (last - first) * span; i += blockDim.x)
-    st(p.out, base + (first + i / span) * p.out_tok + (i % span / one) * p.out_head + (v0 + i % one) * p.out_elem, p.out_dtype, 0.f);
-  if (p.ragged && !p.padded_out) {
-    i64 head = ld_index(p.query_start_loc, 0, p.qsl_wide), tail = ld_index(p.query_start_loc, p.B * p.qsl_stride, p.qsl_wide);
-    head = head < 0 ? 0 : head > p.N ? p.N : head;
-    tail = tail < head ? head : tail > p.N ? p.N : tail;
-    for (i64 i = row; i < head + p.N - tail; i += p.B) {
-      i64 token = i < head ? i : tail + (i - head);
+// Zero the outputs of values [v0, v1) of `heads` heads from hv on that no row fills: this row's, when it does not run;
+// lanes past its length; tokens of no row, dealt out to the rows. Rarely anything to do.
+__device__ __noinline__ void zero_rest(const StepArgs& p, const Row& r, int row, int hv, int heads, int v0, int v1) {
+  const int one = v1 - v0, span = heads * one;
+  const int first = r.alive ? r.length : 0, last = p.ragged && !p.padded_out ? r.whole : (int)p.width;
+  const i64 base = (p.padded_out ? wide(row, p.out_row) : wide(r.begin, p.out_tok)) + wide(hv, p.out_head);
+  for (int i = threadIdx.x; i < (last - first) * span; i += blockDim.x)
+    st(p.out, base + wide(first + i / span, p.out_tok) + wide(i % span / one, p.out_head) + wide(v0 + i % one, p.out_elem), p.out_dtype, 0.f);
+  if (p.ragged && !p.padded_out)
+    for (int i = row; i < r.head + (int)p.N - r.tail; i += (int)p.B) {
+      const int token = i < r.head ? i : r.tail + (i - r.head);
       for (int v = threadIdx.x; v < span; v += blockDim.x)
-        st(p.out, token * p.out_tok + (hv + v / one) * p.out_head + (v0 + v % one) * p.out_elem, p.out_dtype, 0.f);
+        st(p.out, wide(token, p.out_tok) + wide(hv + v / one, p.out_head) + wide(v0 + v % one, p.out_elem), p.out_dtype, 0.f);
     }
-  }
+}
+__device__ __forceinline__ void zero_outputs(const StepArgs& p, const Row& r, int row, int hv, int heads, int v0, int v1) {
+  if (!p.zero_rows) return;
+  if (!r.alive || r.length < (p.padded_out ? (int)p.width : r.whole) || r.head > 0 || r.tail < (int)p.N) zero_rest(p, r, row, hv, heads, v0, v1);
 }

@@ -45,12 +45,13 @@ class Variant(NamedTuple):
     window: int
     nhv: int
     vs: int
+    cpw: int
     vec: bool = True
 
     @property
     def warps(self) -> int:
         """Warps in a block."""
-        return self.nhv * 4 // self.vs
+        return self.nhv * 4 // self.vs // self.cpw
 
     @property
     def shared_bytes(self) -> int:
@@ -59,34 +60,33 @@ class Variant(NamedTuple):
         rows, stride = 2 * self.lanes, 2 * self.lanes + 4
         keys = 256 * (self.window + rows * (3 if split else 1))
         head = self.window + self.lanes * rows + rows + self.lanes + 4
-        return self.warps * 8192 + keys + 4 * ((self.window + self.lanes) * stride + self.nhv * head)
+        return self.warps * self.cpw * 8192 + keys + 4 * ((self.window + self.lanes) * stride + self.nhv * head)
 
     @property
     def program(self) -> Program:
         """What to compile."""
-        blocks = min(12, 233472 // (self.shared_bytes + 1024), 768 // (32 * self.warps) if self.lanes < 16 else 512 // (32 * self.warps))
+        threads = 32 * self.warps
+        registers = 80 if self.lanes < 16 and self.cpw == 1 else 128
+        blocks = min(12, 233472 // (self.shared_bytes + 1024), 65536 // (registers * threads))
         macros = (
             ("STATE_D", _CODES[self.state]), ("IO_D", _CODES[self.io]), ("RING_D", _CODES[self.ring]),
-            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("VEC", int(self.vec)), ("MIN_BLOCKS", max(1, blocks)),
+            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw), ("VEC", int(self.vec)), ("MIN_BLOCKS", max(1, blocks)),
         )  # fmt: skip
         return Program("step_fast.cu", "step_fast", macros, 32 * self.warps)
 
 
-SPLITS = ((2, 1), (1, 1), (2, 2), (1, 2), (2, 4), (1, 4))
-"""(nhv, vs) that a tuning table may name."""
-
 SHIPPED = tuple(
-    Variant(state, io, ring, lanes, window, nhv, vs)
+    Variant(state, io, ring, lanes, window, *split)
     for state, io, ring in ((_F16, _BF16, _F16), (_F16, _F16, _F16), (_BF16, _BF16, _BF16), (_BF16, _BF16, _F16))
     for lanes, window in ((4, 16), (8, 16), (16, 32))
-    for nhv, vs in ((2, 1), (1, 1), (1, 2))
+    for split in ((2, 1, 1), (2, 2, 1), (2, 4, 1))
 )
 """Compiled for every architecture by the tests. Others (e.g. float16 state beside bfloat16 rings) compile on demand."""
 
 
 @functools.cache
 def _table() -> dict[str, list[list[int]]]:
-    """arch -> rows of [most value heads in the batch, nhv, vs], by ascending size; the user's table, if any, first."""
+    """arch -> rows of [most value heads in the batch, nhv, vs, cpw], by ascending size; the user's table, if any, first."""
     shipped: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "tuning.json").read_text())
     user = Path(os.environ.get("REPLAYSTATE_TUNING", compiler.cache_dir() / "tuning.json"))
     if user.is_file():
@@ -95,12 +95,12 @@ def _table() -> dict[str, list[list[int]]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def split(arch: str, batch_heads: int, group: int) -> tuple[int, int]:
-    """(nhv, vs) for a batch of so many value heads, `group` of them to a key head."""
+def split(arch: str, batch_heads: int, group: int) -> tuple[int, int, int]:
+    """(nhv, vs, cpw) for a batch of so many value heads, `group` of them to a key head."""
     table = _table()
     rows = table.get(arch) or table["default"]
-    nhv, vs = next((nhv, vs) for most, nhv, vs in rows if batch_heads <= most or most < 0)
-    return (nhv if group % nhv == 0 else 1), vs
+    nhv, vs, cpw = next(row[1:] for row in rows if batch_heads <= row[0] or row[0] < 0)
+    return (nhv if group % nhv == 0 else 1), vs, cpw
 
 
 def variants_for(state: torch.dtype, io: torch.dtype, ring: torch.dtype, width: int, W: int, arch: str, group: int) -> list[Variant]:
@@ -109,7 +109,7 @@ def variants_for(state: torch.dtype, io: torch.dtype, ring: torch.dtype, width: 
         return []
     table = _table()
     rows = table.get(arch) or table["default"]
-    splits = {((nhv if group % nhv == 0 else 1), vs) for _, nhv, vs in rows}
+    splits = {((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows}
     return [Variant(state, io, ring, _lanes(width), 16 if W <= 16 else 32, *s) for s in sorted(splits)]
 
 
@@ -135,7 +135,7 @@ def choose(
 ) -> Choice | None:
     """The fast kernel for a step, or None: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
     io = operands[0].dtype
-    if K != 128 or V != 128 or W > 32 or width > 16 or R & (R - 1):
+    if K != 128 or V != 128 or B > 65535 or W > 32 or width > 16 or R & (R - 1):
         return None
     if io not in _CODES or state.dtype not in _CODES or k_ring.dtype not in _CODES or u_ring.dtype != k_ring.dtype:
         return None
@@ -146,9 +146,9 @@ def choose(
     if max(state.stride(0), u_ring.stride(0), k_ring.stride(0), *(s for x in operands for s in x.strides)) >= 1 << 31:
         return None
     arch = compiler.architecture(device)
-    nhv, vs = split(arch, B * HV, HV // H)
+    nhv, vs, cpw = split(arch, B * HV, HV // H)
     io_vec = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
-    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, io_vec)
+    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, io_vec)
     return Choice(variant[0], HV // nhv * vs, variant[1], V // vs, io_vec)
 
 

@@ -21,7 +21,7 @@ MAX_K = 256
 MAX_LAYERS = 48  # layers in one launch of fold_slots: its arguments fit 4 KB
 MAX_ROWS = 4096  # rows in one launch of fold_slots: its list fits shared memory
 
-_STEP = struct.Struct("<86qd")
+_STEP = struct.Struct("<88qd")
 _COMMIT = struct.Struct("<21q")
 _PREFILL = struct.Struct("<32qd")
 _FOLD = struct.Struct(f"<{11 + 6 + 10 + 18 + 8 * MAX_LAYERS}q")
@@ -164,10 +164,10 @@ def step(
         B, num_tokens, H, HV, K, V, window, R, width, num_slots, null_slot, flush_min, layer,
         0 if step_records is None else step_records.shape[1],
         cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block,
-        scale,
+        HV // H, -(-(1 << 20) // (HV // H)), scale,
     )  # fmt: skip
     if choice is not None:
-        compiler.launch(choice.program, device, B * choice.blocks_per_row, choice.shared_bytes, arguments)
+        compiler.launch(choice.program, device, choice.blocks_per_row, choice.shared_bytes, arguments, B)
         return
     shared = general_step_shared_bytes(width, K, window, v_block)
     blocks = B * HV * -(-V // v_block)

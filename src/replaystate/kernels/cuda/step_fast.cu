@@ -1,6 +1,7 @@
 // One replay step for K = V = 128 with 16-bit inputs, state and rings, on the tensor cores.
 //
-// A block has one row, NHV value heads of one key head, and 1 / VS of their values; a warp has 32 values of one head.
+// A block has one row, NHV value heads of one key head, and 1 / VS of their values; a warp has CPW times 32 values of one
+// head.
 // Everything that belongs to the key head (normalised keys and queries, window keys, scores, Gram matrix) is computed
 // once a block. The state comes in by cp.async, 8 KB a warp, while that is done.
 //
@@ -9,15 +10,16 @@
 // neighbouring values of the token columns 2 q, 2 q + 1 (q = lane % 4): v, u and y move as 8-byte vectors and need no
 // shuffle, and the fold's product lands on the elements of the state that the lane's A fragment has.
 // State rows are 256 bytes in shared memory, their 16-byte chunks XOR-ed with v / 4 (mod 8): no bank conflicts.
-// A sum's order does not depend on NHV, VS or the batch.
+// A sum's order does not depend on NHV, VS, CPW or the batch.
 //
 // A 16-bit float matrix product is exact up to the rounding of its inputs: q and k are unit vectors in float16; beside a
 // bfloat16 operand they are split into two bfloat16 parts.
 //
-// Compile-time: STATE_D, IO_D, RING_D, TT (4, 8, 16), WIN (16, 32), NHV, VS, VEC (inputs and outputs in 8-byte
+// Compile-time: STATE_D, IO_D, RING_D, TT (4, 8, 16), WIN (16, 32), NHV, VS, CPW, VEC (inputs and outputs in 8-byte
 // vectors), MIN_BLOCKS.
 
-#define NWARP (NHV * 4 / VS)
+#define NWARP (NHV * 4 / VS / CPW)
+#define WPH (4 / VS / CPW)          // warps a head
 #define THREADS (32 * NWARP)
 #define NT (2 * TT / 8)           // token columns in tiles of 8
 #define JT (WIN / 16)             // window rows in tiles of 16
@@ -93,7 +95,7 @@ __device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(const __grid_constant__ StepArgs p) {
   constexpr int K = 128, V = 128;
   extern __shared__ __align__(128) unsigned char smem[];
-  unsigned char* sK = smem + NWARP * 8192;             // [WIN][128] window keys
+  unsigned char* sK = smem + NWARP * CPW * 8192;       // [WIN][128] window keys
   unsigned char* sX = sK + WIN * 256;                  // [XROWS][128] normalised keys, then queries: float16
   unsigned char* sXb = sX + XROWS * 256;               // the same as bfloat16 high and low parts
   float* sS = (float*)(sXb + (SPLIT ? 2 * XROWS * 256 : 0));  // [WIN][SS] scores of window keys
@@ -101,62 +103,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   float* sH = sG + TT * SS;                            // per value head: weights, coefficients, own factors, betas
 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, r = lane >> 2, q = lane & 3;
-  const int HV = (int)p.HV, group = (int)((u32)HV / (u32)p.H), R1 = (int)p.R - 1, parts = HV / NHV * VS;
-  const i64 row = blockIdx.x / (u32)parts;
-  const int part = (int)(blockIdx.x - (u32)row * parts);
-  const int hv0 = part / VS * NHV, h = (int)((u32)hv0 / (u32)group);
-  const int local = warp / (4 / VS), hv = hv0 + local, chunk = part % VS * (4 / VS) + warp % (4 / VS);
-  const bool owns_key = hv0 % group == 0 && part % VS == 0;
+  const int R1 = (int)p.R - 1, row = blockIdx.y, part = blockIdx.x, parts = gridDim.x;
+  const int hv0 = part / VS * NHV, h = hv0 * (int)p.inverse_group >> 20;
+  const int local = warp / WPH, hv = hv0 + local, chunk = (part % VS * WPH + warp % WPH) * CPW;
+  const bool owns_key = hv0 == h * (int)p.group && part % VS == 0, makes_gates = warp % WPH == WPH - 1;
 
-  const bool makes_gates = warp % (4 / VS) == 0;
   u32 raw_A = 0, raw_dt = 0, raw_a = 0, raw_b = 0;
   if (makes_gates) {
-    raw_A = ld_raw(p.A_log, hv * p.A_stride, p.A_dtype);
-    raw_dt = ld_raw(p.dt_bias, hv * p.dt_stride, p.dt_dtype);
+    raw_A = ld_raw(p.A_log, wide(hv, p.A_stride), p.A_dtype);
+    raw_dt = ld_raw(p.dt_bias, wide(hv, p.dt_stride), p.dt_dtype);
   }
-  i64 whole;
-  Row w = read_row(p, row, whole);
+  Row w = read_row(p, row);
   const Cursors cursors = load_cursors(p, row, w);
-  unsigned char* tile = smem + warp * 8192;            // this warp's 32 rows of the state
+  unsigned char* tile = smem + warp * CPW * 8192;      // this warp's rows of the state
   const u32 tile_addr = smem_addr(tile);
-  u16* state = (u16*)p.state + wide((int)w.slot, p.state_slot) + (hv * V + chunk * 32) * K;
+  u16* state = (u16*)p.state + wide(w.slot, p.state_slot) + (hv * V + chunk * 32) * K;
+  const u32 cell = (lane >> 4) * 256 + ((lane & 15) << 4);  // where the lane's 16 bytes of two rows lie, not swizzled
   if (w.real) {
-    const u16* from = state + (lane >> 4) * K + (lane & 15) * 8;
+    const u16* from = state + lane * 8;
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      int v = 2 * i + (lane >> 4);
-      cp_async16(tile_addr + v * 256 + (((lane & 15) ^ (v >> 2 & 7)) << 4), from + 2 * i * K, true);
-    }
+    for (int i = 0; i < 16 * CPW; i++)
+      cp_async16(tile_addr + ((i * 512 + cell) ^ ((i >> 1 & 7) << 4)), from + 256 * i, true);
   }
   cp_commit();
   int arrived = 0;
-  // Keys and queries of the new tokens do not wait for the cursors.
-  uint2 x4[(XROWS + NWARP - 1) / NWARP];
+  // Keys, queries and gates of the new tokens do not wait for the cursors.
+  constexpr int XPW = (XROWS + NWARP - 1) / NWARP;
+  uint2 x4[XPW];
 #pragma unroll
-  for (int m = 0; m < (XROWS + NWARP - 1) / NWARP; m++) {
+  for (int m = 0; m < XPW; m++) {
     const int i = warp + m * NWARP, t = i % TT;
     x4[m] = make_uint2(0, 0);
-    if (i < XROWS && t < w.length && w.real)
-      x4[m] = i < TT ? ld_io4(p.k, wide((int)row, p.k_row) + wide((int)w.begin + t, p.k_tok) + wide(h, p.k_head) + (VEC ? 4 * lane : 4 * lane * p.k_elem), p.k_elem)
-                     : ld_io4(p.q, wide((int)row, p.q_row) + wide((int)w.begin + t, p.q_tok) + wide(h, p.q_head) + (VEC ? 4 * lane : 4 * lane * p.q_elem), p.q_elem);
+    if (i < XROWS && t < w.length && w.real) {
+      const bool is_q = i >= TT;
+      const i64 at = wide(row, is_q ? p.q_row : p.k_row) + wide(w.begin + t, is_q ? p.q_tok : p.k_tok) + wide(h, is_q ? p.q_head : p.k_head);
+      const i64 elem = is_q ? p.q_elem : p.k_elem;
+      x4[m] = ld_io4(is_q ? p.q : p.k, at + (VEC ? 4 * lane : 4 * lane * elem), elem);
+    }
   }
   if (makes_gates && lane < w.length && w.real) {
-    raw_a = ld_raw(p.a, wide((int)row, p.a_row) + wide((int)w.begin + lane, p.a_tok) + wide(hv, p.a_head), p.a_dtype);
-    raw_b = ld_raw(p.b, wide((int)row, p.b_row) + wide((int)w.begin + lane, p.b_tok) + wide(hv, p.b_head), p.b_dtype);
+    raw_a = ld_raw(p.a, wide(row, p.a_row) + wide(w.begin + lane, p.a_tok) + wide(hv, p.a_head), p.a_dtype);
+    raw_b = ld_raw(p.b, wide(row, p.b_row) + wide(w.begin + lane, p.b_tok) + wide(hv, p.b_head), p.b_dtype);
   }
-  settle_row(p, w, cursors, whole, part, arrived);
+  settle_row(p, w, cursors, part, arrived);
   if (!w.alive) {
     cp_wait<0>();
-    zero_outputs<NHV>(p, w, row, hv0, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+    zero_outputs(p, w, row, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
     return;
   }
   const int P = w.P, n = w.length, base = w.base;
-  const bool folds = P >= p.flush_min;
+  const bool folds = P >= (int)p.flush_min;
 
   // Loads that need the cursors, all in flight together: window keys, this warp's window corrections and values.
-  const u16* k_ring = (const u16*)p.k_ring + wide((int)w.slot, p.k_slot) + h * (R1 + 1) * K;
-  u16* u_ring = (u16*)p.u_ring + wide((int)w.slot, p.u_slot) + hv * (R1 + 1) * V + chunk * 32 + 4 * r;
-  float* g_ring = p.g_ring + wide((int)w.slot, p.g_slot) + hv * (R1 + 1);
+  const u16* k_ring = (const u16*)p.k_ring + wide(w.slot, p.k_slot) + h * (R1 + 1) * K;
+  u16* u_ring = (u16*)p.u_ring + wide(w.slot, p.u_slot) + hv * (R1 + 1) * V + chunk * 32 + 4 * r;
+  float* g_ring = p.g_ring + wide(w.slot, p.g_slot) + hv * (R1 + 1);
+  float gw = 0.f;
+  if (makes_gates && lane < P) gw = g_ring[(base + lane) & R1];
   constexpr int KEYS = (WIN * 16 + THREADS - 1) / THREADS;
   uint4 key[KEYS];
 #pragma unroll
@@ -164,25 +167,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     int j = (tid + i * THREADS) >> 4;
     key[i] = j < P ? ldg16(k_ring + ((base + j) & R1) * K + (tid & 15) * 8) : make_uint4(0, 0, 0, 0);
   }
-  float gw = 0.f;
-  if (makes_gates && lane < P) gw = g_ring[(base + lane) & R1];
-  uint2 uw[4 * JT];                                    // u of window rows 16 jt + 2q, +1, +8, +9; values 4 r ..
+  constexpr int VT = TT == 4 ? 2 : TT / 4;
+  uint2 uw[CPW][4 * JT], vt[CPW][VT];                  // u of window rows 16 jt + 2q, +1, +8, +9, and v of this lane's keys
 #pragma unroll
   for (int i = 0; i < 4 * JT; i++) {
-    int j = i / 4 * 16 + 2 * q + (i & 1) + (i & 2) * 4;
-    uw[i] = j < P ? ldg8(u_ring + ((base + j) & R1) * V) : make_uint2(0, 0);
-  }
-  uint2 vt[TT == 4 ? 2 : TT / 4];                      // v of this lane's key columns
+    const int j = i / 4 * 16 + 2 * q + (i & 1) + (i & 2) * 4;
+    const u16* from = u_ring + ((base + j) & R1) * V;
 #pragma unroll
-  for (int i = 0; i < (TT == 4 ? 2 : TT / 4); i++) {
-    int t = 8 * (i / 2) + 2 * q + (i & 1);
-    vt[i] = t < n && t < TT ? ld_io4(p.v, wide((int)row, p.v_row) + wide((int)w.begin + t, p.v_tok) + wide(hv, p.v_head) + (VEC ? chunk * 32 + 4 * r : (chunk * 32 + 4 * r) * p.v_elem), p.v_elem)
-                            : make_uint2(0, 0);
+    for (int c = 0; c < CPW; c++) uw[c][i] = j < P ? ldg8(from + 32 * c) : make_uint2(0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < VT; i++) {
+    const int t = 8 * (i / 2) + 2 * q + (i & 1);
+    const i64 at = wide(row, p.v_row) + wide(w.begin + t, p.v_tok) + wide(hv, p.v_head);
+    const int v = chunk * 32 + 4 * r;
+#pragma unroll
+    for (int c = 0; c < CPW; c++)
+      vt[c][i] = t < n && t < TT ? ld_io4(p.v, at + (VEC ? v + 32 * c : (v + 32 * c) * p.v_elem), p.v_elem) : make_uint2(0, 0);
   }
 
   // Normalise; append the new keys.
 #pragma unroll
-  for (int m = 0; m < (XROWS + NWARP - 1) / NWARP; m++) {
+  for (int m = 0; m < XPW; m++) {
     const int i = warp + m * NWARP, t = i % TT;
     if (i < XROWS) {
       float x0 = low<IO_D>(x4[m].x), x1 = high<IO_D>(x4[m].x), x2 = low<IO_D>(x4[m].y), x3 = high<IO_D>(x4[m].y);
@@ -298,16 +304,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       if (!gram || r + 8 < TT) *(float2*)(to + (r + 8) * SS + 8 * nt + 2 * q) = make_float2(s[nt][2], s[nt][3]);
     }
   }
-  __syncthreads();
-
   cp_wait<0>();
   __syncwarp();
   // S_0 x for all token columns x.
-  float acc[2][NT][4];
+  float products[CPW][2][NT][4];
+#pragma unroll
+  for (int c = 0; c < CPW; c++)
 #pragma unroll
   for (int mt = 0; mt < 2; mt++)
 #pragma unroll
-    for (int nt = 0; nt < NT; nt++) acc[mt][nt][0] = acc[mt][nt][1] = acc[mt][nt][2] = acc[mt][nt][3] = 0.f;
+    for (int nt = 0; nt < NT; nt++) products[c][mt][nt][0] = products[c][mt][nt][1] = products[c][mt][nt][2] = products[c][mt][nt][3] = 0.f;
   const u32 frag = tile_addr + 4 * (lane & 7) * 256 + (lane >> 3 & 1) * 256;
 #pragma unroll
   for (int kp = 0; kp < 4; kp++) {
@@ -324,18 +330,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
-      for (int mt = 0; mt < 2; mt++) {
+      for (int x = 0; x < 2 * CPW; x++) {
+        const int c = x / 2, mt = x % 2;
         u32 a[4];
-        ldsm4(a, frag + 2 * mt * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (lane & 7)) << 4));
+        ldsm4(a, frag + c * 8192 + 2 * mt * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (lane & 7)) << 4));
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-          mma<STATE_D>(acc[mt][nt], a, b[nt][2 * m], b[nt][2 * m + 1]);
-          if (STATE_D == BF16) mma<STATE_D>(acc[mt][nt], a, bl[nt][2 * m], bl[nt][2 * m + 1]);
+          mma<STATE_D>(products[c][mt][nt], a, b[nt][2 * m], b[nt][2 * m + 1]);
+          if (STATE_D == BF16) mma<STATE_D>(products[c][mt][nt], a, bl[nt][2 * m], bl[nt][2 * m + 1]);
         }
       }
   }
   // ... e^{G_P} S_0 x + sum_j e^{G_P - G_j} u_j (k_j . x)
+  __syncthreads();                                     // the scores are there
   const float decay = betas[TT];
+  bool hit_u = false, hit_s = false;
+  const i64 out_row = (p.padded_out || !p.ragged ? wide(row, p.out_row) : wide(w.begin, p.out_tok)) + wide(hv, p.out_head);
+#pragma unroll
+  for (int c = 0; c < CPW; c++) {
+  float (&acc)[2][NT][4] = products[c];
 #pragma unroll
   for (int mt = 0; mt < 2; mt++)
 #pragma unroll
@@ -349,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     for (int mt = 0; mt < 2; mt++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const uint2 lo = uw[4 * jt + (i & 2)], hi = uw[4 * jt + (i & 2) + 1];
+        const uint2 lo = uw[c][4 * jt + (i & 2)], hi = uw[c][4 * jt + (i & 2) + 1];
         ua[jt][mt][i] = mt ? prmt(lo.y, hi.y, i & 1 ? 0x7632 : 0x5410) : prmt(lo.x, hi.x, i & 1 ? 0x7632 : 0x5410);
       }
 #pragma unroll
@@ -383,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     if (8 * nt < TT) {
       const bool key = TT > 4 || q < 2;
       const float b0 = key ? betas[col] : 0.f, b1 = key ? betas[col + 1] : 0.f;
-      const uint2 v0 = vt[2 * nt < (TT == 4 ? 2 : TT / 4) ? 2 * nt : 0], v1 = vt[2 * nt < (TT == 4 ? 2 : TT / 4) ? 2 * nt + 1 : 0];
+      const uint2 v0 = vt[c][2 * nt < VT ? 2 * nt : 0], v1 = vt[c][2 * nt < VT ? 2 * nt + 1 : 0];
       if (key) {
         acc[0][nt][0] += b0 * low<IO_D>(v0.x); acc[0][nt][2] += b0 * high<IO_D>(v0.x);
         acc[1][nt][0] += b0 * low<IO_D>(v0.y); acc[1][nt][2] += b0 * high<IO_D>(v0.y);
@@ -414,24 +427,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     }
   }
   // Append u, write y.
-  bool hit_u = false, hit_s = false;
-  const i64 out_base = (p.padded_out || !p.ragged ? wide((int)row, p.out_row) : wide((int)w.begin, p.out_tok)) + wide(hv, p.out_head) + (VEC ? chunk * 32 + 4 * r : (chunk * 32 + 4 * r) * p.out_elem);
 #pragma unroll
   for (int nt = 0; nt < NT; nt++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int col = 8 * nt + 2 * q + e, t = col % TT;
+      const bool key = TT == 4 ? q < 2 : 8 * nt < TT;
       float x0 = acc[0][nt][e], x1 = acc[0][nt][2 + e], x2 = acc[1][nt][e], x3 = acc[1][nt][2 + e];
-      if (t >= n) continue;
-      if (col < TT) {
-        x0 = saturate(x0, R_::MAX, hit_u); x1 = saturate(x1, R_::MAX, hit_u);
-        x2 = saturate(x2, R_::MAX, hit_u); x3 = saturate(x3, R_::MAX, hit_u);
-        *(uint2*)(u_ring + ((base + P + t) & R1) * V) = make_uint2(pack<RING_D>(x0, x1), pack<RING_D>(x2, x3));
-      } else {
-        u16* out = (u16*)p.out + out_base + wide(t, p.out_tok);
-        const u32 lo = pack<IO_D>(x0, x1), hi = pack<IO_D>(x2, x3);
-        if (VEC) *(uint2*)out = make_uint2(lo, hi);
-        else { out[0] = (u16)lo; out[p.out_elem] = (u16)(lo >> 16); out[2 * p.out_elem] = (u16)hi; out[3 * p.out_elem] = (u16)(hi >> 16); }
+      uint2 packed;
+      if (TT == 4 || key) {
+        packed = make_uint2(pack<RING_D>(x0, x1), pack<RING_D>(x2, x3));
+        if (key && t < n && fmaxf(fmaxf(fabsf(x0), fabsf(x1)), fmaxf(fabsf(x2), fabsf(x3))) > R_::MAX) {
+          x0 = saturate(x0, R_::MAX, hit_u); x1 = saturate(x1, R_::MAX, hit_u);
+          x2 = saturate(x2, R_::MAX, hit_u); x3 = saturate(x3, R_::MAX, hit_u);
+          packed = make_uint2(pack<RING_D>(x0, x1), pack<RING_D>(x2, x3));
+        }
+      }
+      if (!key) packed = make_uint2(pack<IO_D>(x0, x1), pack<IO_D>(x2, x3));
+      u16* out = (u16*)p.out + out_row + wide(t, p.out_tok);
+      if (VEC) {
+        u16* to = key ? u_ring + ((base + P + t) & R1) * V + 32 * c : out + chunk * 32 + 4 * r + 32 * c;
+        if (t < n) *(uint2*)to = packed;
+      } else if (t < n) {
+        if (key) *(uint2*)(u_ring + ((base + P + t) & R1) * V + 32 * c) = packed;
+        else {
+          out += (chunk * 32 + 4 * r + 32 * c) * p.out_elem;
+          out[0] = (u16)packed.x; out[p.out_elem] = (u16)(packed.x >> 16);
+          out[2 * p.out_elem] = (u16)packed.y; out[3 * p.out_elem] = (u16)(packed.y >> 16);
+        }
       }
     }
   if (folds) {
@@ -462,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
 #pragma unroll
       for (int mt = 0; mt < 2; mt++) {
         u32 a[4];
-        ldsm4(a, frag + 2 * mt * 256 + (((2 * ks + (lane >> 4)) ^ (lane & 7)) << 4));
+        ldsm4(a, frag + c * 8192 + 2 * mt * 256 + (((2 * ks + (lane >> 4)) ^ (lane & 7)) << 4));
         float d[2][4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -474,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
             if (RING_D == BF16) mma<RING_D>(d[i], ul[RING_D == BF16 ? jt : 0][mt], b[jt][2 * i], b[jt][2 * i + 1]);
           }
         }
-        unsigned char* to = tile + (4 * r + 2 * mt) * 256 + 4 * q;
+        unsigned char* to = tile + c * 8192 + (4 * r + 2 * mt) * 256 + 4 * q;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const u32 s0 = pack<STATE_D>(d[i][0], d[i][1]), s1 = pack<STATE_D>(d[i][2], d[i][3]);
@@ -487,24 +510,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     __syncwarp();
     if (__any_sync(FULL, is_inf(most) || is_inf(most >> 16))) {  // what rounded to infinity becomes the largest finite
       for (int i = lane; i < 2048; i += 32) {
-        u32 x = *(u32*)(tile + 4 * i);
+        u32 x = *(u32*)(tile + c * 8192 + 4 * i);
         if (is_inf(x)) { hit_s = true; x -= 1; }
         if (is_inf(x >> 16)) { hit_s = true; x -= 0x10000; }
-        *(u32*)(tile + 4 * i) = x;
+        *(u32*)(tile + c * 8192 + 4 * i) = x;
       }
       __syncwarp();
     }
-    u16* to = state + (lane >> 4) * K + (lane & 15) * 8;
+    u16* to = state + c * 32 * K + lane * 8;
 #pragma unroll 4
-    for (int i = 0; i < 16; i++) {
-      int v = 2 * i + (lane >> 4);
-      *(uint4*)(to + 2 * i * K) = *(const uint4*)(tile + v * 256 + (((lane & 15) ^ (v >> 2 & 7)) << 4));
-    }
+    for (int i = 0; i < 16; i++) *(uint4*)(to + 256 * i) = *(const uint4*)(tile + c * 8192 + ((i * 512 + cell) ^ ((i >> 1 & 7) << 4)));
+  }
   }
   if (p.status && __any_sync(FULL, hit_u || hit_s)) {
     const int hit = (hit_u ? RING_SATURATED : 0) | (hit_s ? STATE_SATURATED : 0);
-    if (hit) atomicOr(&p.status[w.slot * p.status_stride], hit);
+    if (hit) atomicOr(&p.status[wide(w.slot, p.status_stride)], hit);
   }
   finish_row(p, w, parts, arrived);
-  zero_outputs<NHV>(p, w, row, hv0, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+  zero_outputs(p, w, row, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
 }

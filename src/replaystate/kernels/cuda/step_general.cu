@@ -79,24 +79,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int vblocks = (V + VB - 1) / VB, parts = HV * vblocks;
-  const i64 row = blockIdx.x / parts;
-  const int part = (int)(blockIdx.x % parts), hv = part / vblocks, v0 = part % vblocks * VB;
+  const int row = blockIdx.x / (u32)parts, part = blockIdx.x % (u32)parts, hv = part / vblocks, v0 = part % vblocks * VB;
   const int v1 = v0 + VB < V ? v0 + VB : V, span = v1 - v0;
   const int group = HV / (int)p.H, h = hv / group;
   if (tid == 0) saturated = 0;
   int arrived = 0;
-  i64 whole;
-  Row r = read_row(p, row, whole);
-  settle_row(p, r, load_cursors(p, row, r), whole, part, arrived);
-  zero_outputs<1>(p, r, row, hv, v0, v1);
+  Row r = read_row(p, row);
+  settle_row(p, r, load_cursors(p, row, r), part, arrived);
+  zero_outputs(p, r, row, hv, 1, v0, v1);
   if (!r.alive) return;
   const int P = r.P, n = r.length;
   const bool folds = P >= p.flush_min;
-  const i64 tok0 = r.begin;
+  const i64 tok0 = r.begin, slot = r.slot;
 
   // Window: keys, log-decays. New tokens: keys and queries normalised, gates, values.
-  const i64 k_base = r.slot * p.k_slot + (i64)h * p.R * K, g_base = r.slot * p.g_slot + (i64)hv * p.R;
-  const i64 u_base = r.slot * p.u_slot + (i64)hv * p.R * V;
+  const i64 k_base = slot * p.k_slot + (i64)h * p.R * K, g_base = slot * p.g_slot + (i64)hv * p.R;
+  const i64 u_base = slot * p.u_slot + (i64)hv * p.R * V;
   for (int j = warp; j < P; j += WARPS) {
     i64 at = k_base + (i64)((r.base + j) & R1) * K;
 #pragma unroll
@@ -196,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   const float now = expf(since), own_v = is_y ? 0.f : beta[t], own_s = is_y ? now : -beta[t] * now;
   __syncthreads();
 
-  S_::T* state = (S_::T*)p.state + r.slot * p.state_slot + ((i64)hv * V + v0) * K;
+  S_::T* state = (S_::T*)p.state + slot * p.state_slot + ((i64)hv * V + v0) * K;
   const bool vec = p.state_vec;
   bool hit_u = false, hit_s = false;
   const int row_in_group = lane / (2 * TT);
@@ -303,6 +301,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   }
   if (p.status && (hit_u || hit_s)) atomicOr(&saturated, (hit_u ? RING_SATURATED : 0) | (hit_s ? STATE_SATURATED : 0));
   __syncthreads();
-  if (tid == 0 && p.status && saturated) atomicOr(&p.status[r.slot * p.status_stride], saturated);
+  if (tid == 0 && p.status && saturated) atomicOr(&p.status[slot * p.status_stride], saturated);
   finish_row(p, r, parts, arrived);
 }
