@@ -77,6 +77,13 @@ __device__ __forceinline__ float log_decay(float x, float A_log) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 
+// PLAIN = 1 compiles a step for what decoding passes: ragged rows, int32 indices, cursors per slot, step records, float32
+// layer parameters, gates in the inputs' dtype. PLAIN = 0 reads all of that at run time.
+#ifndef PLAIN
+#define PLAIN 0
+#endif
+#define FLAG(field, plain) (PLAIN ? (plain) : (int)(field))
+
 // --- what a step is given: one struct by value, 8 bytes a field, in the order of launch.STEP_FIELDS -----------------
 
 struct StepArgs {
@@ -93,14 +100,13 @@ struct StepArgs {
   i64 state_slot, u_slot, k_slot, g_slot, A_stride, dt_stride, rs_stride, nc_stride, status_stride, rec_slot, rec_layer;
   i64 idx_stride, qsl_stride;
   i64 B, N, H, HV, K, V, W, R, width, num_slots, null_slot, flush_min, layer, num_layers;
-  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block, group, inverse_group;
+  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block, group, inverse_group, parts;
   double scale;
 };
 
 struct Row {
   int slot, begin, whole;  // its tokens: begin .. begin + whole - 1
   int length, base, P;     // tokens that run (at most `width`), ring origin, window length
-  int head, tail;          // tokens before the first row's and after the last row's belong to none
   bool real, alive;        // names a slot; and may be stepped
 };
 
@@ -112,20 +118,26 @@ __device__ __forceinline__ int ld_slot(const void* p, int i, bool wide64) {
 }
 __device__ __forceinline__ int clamp(int x, int lo, int hi) { return min(max(x, lo), hi); }
 
-__device__ __forceinline__ Row read_row(const StepArgs& p, int row) {
+// A row in two halves: its loads, and what follows from them.
+struct RawRow { int slot, lo, hi; };
+
+__device__ __forceinline__ RawRow load_row(const StepArgs& p, int row) {
+  RawRow x = {ld_slot(p.state_indices, row * (int)p.idx_stride, FLAG(p.idx_wide, 0)), 0, 0};
+  if (FLAG(p.ragged, 1)) {
+    const int s = (int)p.qsl_stride;
+    x.lo = ld_slot(p.query_start_loc, row * s, FLAG(p.qsl_wide, 0));
+    x.hi = ld_slot(p.query_start_loc, row * s + s, FLAG(p.qsl_wide, 0));
+  }
+  return x;
+}
+__device__ __forceinline__ Row make_row(const StepArgs& p, const RawRow& x) {
   Row r;
-  r.slot = ld_slot(p.state_indices, row * (int)p.idx_stride, p.idx_wide);
+  r.slot = x.slot;
+  r.begin = 0;
   r.whole = (int)p.width;
-  r.begin = r.head = 0;
-  r.tail = (int)p.N;
-  if (p.ragged) {
-    const int s = (int)p.qsl_stride, N = (int)p.N;
-    const int lo = ld_slot(p.query_start_loc, row * s, p.qsl_wide), hi = ld_slot(p.query_start_loc, row * s + s, p.qsl_wide);
-    const int head = ld_slot(p.query_start_loc, 0, p.qsl_wide), tail = ld_slot(p.query_start_loc, (int)p.B * s, p.qsl_wide);
-    r.begin = clamp(lo, 0, N);
-    r.whole = clamp(hi, r.begin, N) - r.begin;
-    r.head = clamp(head, 0, N);
-    r.tail = clamp(tail, r.head, N);
+  if (FLAG(p.ragged, 1)) {
+    r.begin = clamp(x.lo, 0, (int)p.N);
+    r.whole = clamp(x.hi, r.begin, (int)p.N) - r.begin;
   }
   r.length = min(r.whole, (int)p.width);
   r.real = r.slot >= 0 && r.slot < (int)p.num_slots && r.slot != (int)p.null_slot;
@@ -134,70 +146,91 @@ __device__ __forceinline__ Row read_row(const StepArgs& p, int row) {
   return r;
 }
 
-struct Cursors { int base, P, record, flags; };
+// Plain atomics: the compiler's own gather a warp's lanes first, and wait for the result at once.
+__device__ __forceinline__ int count_down(int* p) {
+  int old;
+  asm volatile("atom.global.add.s32 %0, [%1], -1;" : "=r"(old) : "l"(p) : "memory");
+  return old;
+}
+__device__ __forceinline__ void set_bits(int* p, int bits) { asm volatile("red.global.or.b32 [%0], %1;" ::"l"(p), "r"(bits) : "memory"); }
+
+struct Cursors { int base, P, record, record2, flags; };
 
 __device__ __forceinline__ Cursors load_cursors(const StepArgs& p, int row, const Row& r) {
-  Cursors c = {0, 0, 0, 0};
+  Cursors c = {0, 0, 0, 0, 0};
   if (r.real) {
-    const int at = p.cursors_per_row ? row : r.slot;
+    const int at = FLAG(p.cursors_per_row, 0) ? row : r.slot, lane = threadIdx.x & 31;
     c.base = p.ring_start[wide(at, p.rs_stride)];
     c.P = p.num_committed[wide(at, p.nc_stride)];
-    if (p.step_records) {
-      if (threadIdx.x < (int)p.num_layers) c.record = ((volatile int*)p.step_records)[wide(r.slot, p.rec_slot) + wide(threadIdx.x, p.rec_layer)];
+    if (PLAIN || p.step_records) {
+      volatile int* records = p.step_records + wide(r.slot, p.rec_slot);
+      if (lane < (int)p.num_layers) c.record = records[wide(lane, p.rec_layer)];
+      if (lane + 32 < (int)p.num_layers) c.record2 = records[wide(lane + 32, p.rec_layer)];
       c.flags = ((volatile int*)p.status)[wide(r.slot, p.status_stride)];
     }
   }
   return c;
 }
 
-// Decide whether the row runs. All threads of the block call this; it holds one barrier. `parts` blocks share the row:
-// each counts down its step record as a sign that it has read it (a negative record is a step in progress, not a pending
-// one), and the last one to come writes the new record (finish_row). What is flagged is the same for every part, so only
-// part 0 writes it.
-__device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Cursors& c, int part, int& arrived) {
+// Decide whether the row runs; each warp does so for itself and all find the same. Part 0 flags what is wrong.
+__device__ __forceinline__ void settle_row(const StepArgs& p, Row& r, const Cursors& c, int part) {
+  const int lane = threadIdx.x & 31;
   r.base = c.base;
   r.P = c.P;
   const bool bad = r.real && (r.base < 0 || r.base >= (int)p.R || r.P < 0 || r.P > (int)p.W);
-  int broken = 0;
-  if (r.real && p.step_records) {
-    const int fresh = (int)(p.width << 16) | r.length;
-    int record = c.record;
-    for (int l = threadIdx.x; l < (int)p.num_layers; l += blockDim.x) {
-      if (l != threadIdx.x) record = ((volatile int*)p.step_records)[r.slot * p.rec_slot + l * p.rec_layer];
-      if (l == (int)p.layer ? record > 0 : record != 0 && record != fresh) broken = 1;
+  bool broken = false;
+  if (r.real && (PLAIN || p.step_records)) {
+    const int fresh = (int)p.width << 16 | r.length;
+    broken = lane == (int)p.layer ? c.record > 0 : c.record != 0 && c.record != fresh;
+    broken |= lane + 32 == (int)p.layer ? c.record2 > 0 : c.record2 != 0 && c.record2 != fresh;
+    for (int l = lane + 64; l < (int)p.num_layers; l += 32) {
+      int record = ((volatile int*)p.step_records)[wide(r.slot, p.rec_slot) + wide(l, p.rec_layer)];
+      broken |= l == (int)p.layer ? record > 0 : record != 0 && record != fresh;
     }
-  }
-  broken = __syncthreads_or(broken);
-  r.alive = r.real && !bad && !broken && !(c.flags & DEAD);  // a DEAD set meanwhile comes with `broken` or `bad`
-  if (threadIdx.x == 0 && r.real && p.step_records) {
-    if (part == 0) {
+    broken = __any_sync(FULL, broken);
+    if (part == 0 && threadIdx.x == 0) {
       int hit = (broken ? NOT_COMMITTED | DEAD : 0) | (bad ? BAD_CURSOR | DEAD : 0) | (r.whole > r.length ? ROW_CUT : 0);
-      if (hit) atomicOr(&p.status[wide(r.slot, p.status_stride)], hit);
+      if (hit) set_bits(&p.status[wide(r.slot, p.status_stride)], hit);
     }
-    if (r.alive) arrived = atomicSub(&p.step_records[wide(r.slot, p.rec_slot) + wide((int)p.layer, p.rec_layer)], 1);
   }
+  r.alive = r.real && !bad && !broken && !(c.flags & DEAD);  // a DEAD set meanwhile comes with `broken` or `bad`
+}
+// `parts` blocks share the row. Once all its warps have read the record, each block counts it down: a negative record is a
+// step in progress, not a pending one. The block that comes last writes the new record when it is done.
+__device__ __forceinline__ int enter_row(const StepArgs& p, const Row& r) {
+  if (threadIdx.x == 0 && (PLAIN || p.step_records)) return count_down(&p.step_records[wide(r.slot, p.rec_slot) + wide((int)p.layer, p.rec_layer)]);
+  return 0;
 }
 __device__ __forceinline__ void finish_row(const StepArgs& p, const Row& r, int parts, int arrived) {
-  if (threadIdx.x == 0 && p.step_records && r.alive && arrived == 1 - parts)
+  if (threadIdx.x == 0 && (PLAIN || p.step_records) && r.alive && arrived == 1 - parts)
     p.step_records[wide(r.slot, p.rec_slot) + wide((int)p.layer, p.rec_layer)] = (int)(p.width << 16) | r.length;
 }
 
+// Tokens [0, head) and [tail, N) belong to no row.
+__device__ __forceinline__ void row_range(const StepArgs& p, int& head, int& tail) {
+  head = 0;
+  tail = (int)p.N;
+  if (FLAG(p.ragged, 1) && !FLAG(p.padded_out, 0)) {
+    head = clamp(ld_slot(p.query_start_loc, 0, FLAG(p.qsl_wide, 0)), 0, (int)p.N);
+    tail = clamp(ld_slot(p.query_start_loc, (int)p.B * (int)p.qsl_stride, FLAG(p.qsl_wide, 0)), head, (int)p.N);
+  }
+}
 // Zero the outputs of values [v0, v1) of `heads` heads from hv on that no row fills: this row's, when it does not run;
 // lanes past its length; tokens of no row, dealt out to the rows. Rarely anything to do.
-__device__ __noinline__ void zero_rest(const StepArgs& p, const Row& r, int row, int hv, int heads, int v0, int v1) {
+__device__ __noinline__ void zero_rest(const StepArgs& p, const Row& r, int row, int head, int tail, int hv, int heads, int v0, int v1) {
   const int one = v1 - v0, span = heads * one;
   const int first = r.alive ? r.length : 0, last = p.ragged && !p.padded_out ? r.whole : (int)p.width;
   const i64 base = (p.padded_out ? wide(row, p.out_row) : wide(r.begin, p.out_tok)) + wide(hv, p.out_head);
   for (int i = threadIdx.x; i < (last - first) * span; i += blockDim.x)
     st(p.out, base + wide(first + i / span, p.out_tok) + wide(i % span / one, p.out_head) + wide(v0 + i % one, p.out_elem), p.out_dtype, 0.f);
   if (p.ragged && !p.padded_out)
-    for (int i = row; i < r.head + (int)p.N - r.tail; i += (int)p.B) {
-      const int token = i < r.head ? i : r.tail + (i - r.head);
+    for (int i = row; i < head + (int)p.N - tail; i += (int)p.B) {
+      const int token = i < head ? i : tail + (i - head);
       for (int v = threadIdx.x; v < span; v += blockDim.x)
         st(p.out, wide(token, p.out_tok) + wide(hv + v / one, p.out_head) + wide(v0 + v % one, p.out_elem), p.out_dtype, 0.f);
     }
 }
-__device__ __forceinline__ void zero_outputs(const StepArgs& p, const Row& r, int row, int hv, int heads, int v0, int v1) {
+__device__ __forceinline__ void zero_outputs(const StepArgs& p, const Row& r, int row, int head, int tail, int hv, int heads, int v0, int v1) {
   if (!p.zero_rows) return;
-  if (!r.alive || r.length < (p.padded_out ? (int)p.width : r.whole) || r.head > 0 || r.tail < (int)p.N) zero_rest(p, r, row, hv, heads, v0, v1);
+  if (!r.alive || r.length < (p.padded_out ? (int)p.width : r.whole) || head > 0 || tail < (int)p.N) zero_rest(p, r, row, head, tail, hv, heads, v0, v1);
 }

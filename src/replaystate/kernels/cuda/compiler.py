@@ -185,13 +185,11 @@ def load(program: Program, device: int, shared_bytes: int) -> Any:
     return kernel
 
 
-def launch(
-    program: Program, device: int, blocks: int, shared_bytes: int, arguments: bytes, blocks_y: int = 1
-) -> None:
+def launch(program: Program, device: int, blocks: int, shared_bytes: int, arguments: bytes, rows: int = 1) -> None:
     """Run a kernel whose one parameter is a struct of these bytes, on torch's current stream of the device."""
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(program, device, blocks, shared_bytes, arguments, blocks_y)
+            launch(program, device, blocks, shared_bytes, arguments, rows)
         return
     kernel = load(program, device, shared_bytes)
     held = ctypes.create_string_buffer(arguments, len(arguments))
@@ -199,7 +197,7 @@ def launch(
     stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
     for attempt in range(2):
         (error,) = _driver().cuLaunchKernel(
-            kernel[0], blocks, blocks_y, 1, program.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+            kernel[0], blocks, rows, 1, program.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
         )
         if int(error) != _CUDA_ERROR_INVALID_CONTEXT or attempt:
             break

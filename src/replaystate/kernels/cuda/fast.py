@@ -47,6 +47,7 @@ class Variant(NamedTuple):
     vs: int
     cpw: int
     vec: bool = True
+    plain: bool = True
 
     @property
     def warps(self) -> int:
@@ -63,14 +64,20 @@ class Variant(NamedTuple):
         return self.warps * self.cpw * 8192 + keys + 4 * ((self.window + self.lanes) * stride + self.nhv * head)
 
     @property
-    def program(self) -> Program:
-        """What to compile."""
+    def resident(self) -> int:
+        """Blocks that fit a multiprocessor of the H200 at once; fewer may elsewhere."""
         threads = 32 * self.warps
         registers = 80 if self.lanes < 16 and self.cpw == 1 else 128
         blocks = min(12, 233472 // (self.shared_bytes + 1024), 65536 // (registers * threads))
+        return max(1, blocks)
+
+    @property
+    def program(self) -> Program:
+        """What to compile."""
         macros = (
             ("STATE_D", _CODES[self.state]), ("IO_D", _CODES[self.io]), ("RING_D", _CODES[self.ring]),
-            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw), ("VEC", int(self.vec)), ("MIN_BLOCKS", max(1, blocks)),
+            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw), ("VEC", int(self.vec)), ("PLAIN", int(self.plain)),
+            ("MIN_BLOCKS", self.resident),
         )  # fmt: skip
         return Program("step_fast.cu", "step_fast", macros, 32 * self.warps)
 
@@ -132,6 +139,7 @@ def choose(
     R: int,
     width: int,
     device: int,
+    plain: bool,
 ) -> Choice | None:
     """The fast kernel for a step, or None: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
     io = operands[0].dtype
@@ -148,7 +156,7 @@ def choose(
     arch = compiler.architecture(device)
     nhv, vs, cpw = split(arch, B * HV, HV // H)
     io_vec = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
-    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, io_vec)
+    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, io_vec, plain)
     return Choice(variant[0], HV // nhv * vs, variant[1], V // vs, io_vec)
 
 

@@ -21,7 +21,7 @@ MAX_K = 256
 MAX_LAYERS = 48  # layers in one launch of fold_slots: its arguments fit 4 KB
 MAX_ROWS = 4096  # rows in one launch of fold_slots: its list fits shared memory
 
-_STEP = struct.Struct("<88qd")
+_STEP = struct.Struct("<89qd")
 _COMMIT = struct.Struct("<21q")
 _PREFILL = struct.Struct("<32qd")
 _FOLD = struct.Struct(f"<{11 + 6 + 10 + 18 + 8 * MAX_LAYERS}q")
@@ -142,8 +142,13 @@ def step(
     codes, (q, k, v) = DTYPE_CODES, qkv
     size = state.element_size()
     state_vec = K % 4 == 0 and state.data_ptr() % (4 * size) == 0 and (num_slots == 1 or state.stride(0) % 4 == 0)
+    plain = (
+        query_start_loc is not None and not padded_out and zero_rows and step_records is not None
+        and state_indices.dtype == query_start_loc.dtype == torch.int32 and a.dtype == b.dtype == q.dtype
+        and A_log.dtype == dt_bias.dtype == torch.float32
+    )  # fmt: skip
     choice = fast.choose(
-        (*qkv, out), state, u_ring, k_ring, B=B, H=H, HV=HV, K=K, V=V, W=window, R=R, width=width, device=device
+        (*qkv, out), state, u_ring, k_ring, B=B, H=H, HV=HV, K=K, V=V, W=window, R=R, width=width, device=device, plain=plain
     )
     v_block = _v_block(B * HV, V, device) if choice is None else choice.v_block
     io_vec = int(choice is not None and choice.io_vec)
@@ -164,7 +169,8 @@ def step(
         B, num_tokens, H, HV, K, V, window, R, width, num_slots, null_slot, flush_min, layer,
         0 if step_records is None else step_records.shape[1],
         cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block,
-        HV // H, -(-(1 << 20) // (HV // H)), scale,
+        HV // H, -(-(1 << 20) // (HV // H)),
+        0 if choice is None else choice.blocks_per_row, scale,
     )  # fmt: skip
     if choice is not None:
         compiler.launch(choice.program, device, choice.blocks_per_row, choice.shared_bytes, arguments, B)

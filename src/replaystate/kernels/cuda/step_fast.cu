@@ -16,7 +16,7 @@
 // bfloat16 operand they are split into two bfloat16 parts.
 //
 // Compile-time: STATE_D, IO_D, RING_D, TT (4, 8, 16), WIN (16, 32), NHV, VS, CPW, VEC (inputs and outputs in 8-byte
-// vectors), MIN_BLOCKS.
+// vectors), PLAIN, MIN_BLOCKS.
 
 #define NWARP (NHV * 4 / VS / CPW)
 #define WPH (4 / VS / CPW)          // warps a head
@@ -26,6 +26,8 @@
 #define XROWS (2 * TT)
 #define SS (2 * TT + 4)           // row stride of the scores: no bank conflicts
 #define SPLIT (STATE_D == BF16 || RING_D == BF16)
+#define GATES ((NHV + NWARP - 1) / NWARP)    // at most so many chores of a kind a warp
+#define WEIGHTS GATES
 #define HEAD_FLOATS (WIN + TT * 2 * TT + 2 * TT + TT + 4)
 
 typedef Elem<STATE_D> S_;
@@ -92,6 +94,9 @@ __device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
   return make_uint2((u32)x[0] | (u32)x[elem] << 16, (u32)x[2 * elem] | (u32)x[3 * elem] << 16);
 }
 
+// The m-th of a kind of chores that a warp has: kinds start at different warps, so that each warp has few.
+__device__ __forceinline__ int chore(int warp, int m, int start) { return (warp + 64 * NWARP - start) % NWARP + m * NWARP; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(const __grid_constant__ StepArgs p) {
   constexpr int K = 128, V = 128;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -106,14 +111,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   const int R1 = (int)p.R - 1, row = blockIdx.y, part = blockIdx.x, parts = gridDim.x;
   const int hv0 = part / VS * NHV, h = hv0 * (int)p.inverse_group >> 20;
   const int local = warp / WPH, hv = hv0 + local, chunk = (part % VS * WPH + warp % WPH) * CPW;
-  const bool owns_key = hv0 == h * (int)p.group && part % VS == 0, makes_gates = warp % WPH == WPH - 1;
+  const bool owns_key = hv0 == h * (int)p.group && part % VS == 0;
 
-  u32 raw_A = 0, raw_dt = 0, raw_a = 0, raw_b = 0;
-  if (makes_gates) {
-    raw_A = ld_raw(p.A_log, wide(hv, p.A_stride), p.A_dtype);
-    raw_dt = ld_raw(p.dt_bias, wide(hv, p.dt_stride), p.dt_dtype);
+  // Chores of the block, dealt out to its warps: score window tiles and new keys, gates of each head, window weights.
+  int head_tokens, tail_tokens;
+  row_range(p, head_tokens, tail_tokens);
+  u32 raw_A[GATES], raw_dt[GATES], raw_a[GATES], raw_b[GATES];
+  float gw[WEIGHTS];
+#pragma unroll
+  for (int m = 0; m < GATES; m++) {
+    const int of = chore(warp, m, JT + 1);
+    raw_A[m] = raw_dt[m] = raw_a[m] = raw_b[m] = 0;
+    if (of < NHV) {
+      raw_A[m] = ld_raw(p.A_log, wide(hv0 + of, p.A_stride), FLAG(p.A_dtype, F32));
+      raw_dt[m] = ld_raw(p.dt_bias, wide(hv0 + of, p.dt_stride), FLAG(p.dt_dtype, F32));
+    }
   }
-  Row w = read_row(p, row);
+  Row w = make_row(p, load_row(p, row));
   const Cursors cursors = load_cursors(p, row, w);
   unsigned char* tile = smem + warp * CPW * 8192;      // this warp's rows of the state
   const u32 tile_addr = smem_addr(tile);
@@ -126,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       cp_async16(tile_addr + ((i * 512 + cell) ^ ((i >> 1 & 7) << 4)), from + 256 * i, true);
   }
   cp_commit();
-  int arrived = 0;
   // Keys, queries and gates of the new tokens do not wait for the cursors.
   constexpr int XPW = (XROWS + NWARP - 1) / NWARP;
   uint2 x4[XPW];
@@ -136,19 +149,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     x4[m] = make_uint2(0, 0);
     if (i < XROWS && t < w.length && w.real) {
       const bool is_q = i >= TT;
-      const i64 at = wide(row, is_q ? p.q_row : p.k_row) + wide(w.begin + t, is_q ? p.q_tok : p.k_tok) + wide(h, is_q ? p.q_head : p.k_head);
+      const i64 at = (PLAIN ? 0 : wide(row, is_q ? p.q_row : p.k_row)) + wide(w.begin + t, is_q ? p.q_tok : p.k_tok) + wide(h, is_q ? p.q_head : p.k_head);
       const i64 elem = is_q ? p.q_elem : p.k_elem;
       x4[m] = ld_io4(is_q ? p.q : p.k, at + (VEC ? 4 * lane : 4 * lane * elem), elem);
     }
   }
-  if (makes_gates && lane < w.length && w.real) {
-    raw_a = ld_raw(p.a, wide(row, p.a_row) + wide(w.begin + lane, p.a_tok) + wide(hv, p.a_head), p.a_dtype);
-    raw_b = ld_raw(p.b, wide(row, p.b_row) + wide(w.begin + lane, p.b_tok) + wide(hv, p.b_head), p.b_dtype);
+#pragma unroll
+  for (int m = 0; m < GATES; m++) {
+    const int of = chore(warp, m, JT + 1);
+    if (of < NHV && lane < w.length && w.real) {
+      raw_a[m] = ld_raw(p.a, (PLAIN ? 0 : wide(row, p.a_row)) + wide(w.begin + lane, p.a_tok) + wide(hv0 + of, p.a_head), FLAG(p.a_dtype, IO_D));
+      raw_b[m] = ld_raw(p.b, (PLAIN ? 0 : wide(row, p.b_row)) + wide(w.begin + lane, p.b_tok) + wide(hv0 + of, p.b_head), FLAG(p.b_dtype, IO_D));
+    }
   }
-  settle_row(p, w, cursors, part, arrived);
+  settle_row(p, w, cursors, part);
   if (!w.alive) {
     cp_wait<0>();
-    zero_outputs(p, w, row, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+    zero_outputs(p, w, row, head_tokens, tail_tokens, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
     return;
   }
   const int P = w.P, n = w.length, base = w.base;
@@ -157,9 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   // Loads that need the cursors, all in flight together: window keys, this warp's window corrections and values.
   const u16* k_ring = (const u16*)p.k_ring + wide(w.slot, p.k_slot) + h * (R1 + 1) * K;
   u16* u_ring = (u16*)p.u_ring + wide(w.slot, p.u_slot) + hv * (R1 + 1) * V + chunk * 32 + 4 * r;
-  float* g_ring = p.g_ring + wide(w.slot, p.g_slot) + hv * (R1 + 1);
-  float gw = 0.f;
-  if (makes_gates && lane < P) gw = g_ring[(base + lane) & R1];
+  float* g_ring = p.g_ring + wide(w.slot, p.g_slot) + hv0 * (R1 + 1);
+#pragma unroll
+  for (int m = 0; m < WEIGHTS; m++) {
+    const int of = chore(warp, m, JT + 1 + NHV);
+    gw[m] = of < NHV && lane < P ? g_ring[of * (R1 + 1) + ((base + lane) & R1)] : 0.f;
+  }
   constexpr int KEYS = (WIN * 16 + THREADS - 1) / THREADS;
   uint4 key[KEYS];
 #pragma unroll
@@ -179,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
 #pragma unroll
   for (int i = 0; i < VT; i++) {
     const int t = 8 * (i / 2) + 2 * q + (i & 1);
-    const i64 at = wide(row, p.v_row) + wide(w.begin + t, p.v_tok) + wide(hv, p.v_head);
+    const i64 at = (PLAIN ? 0 : wide(row, p.v_row)) + wide(w.begin + t, p.v_tok) + wide(hv, p.v_head);
     const int v = chunk * 32 + 4 * r;
 #pragma unroll
     for (int c = 0; c < CPW; c++)
@@ -210,46 +230,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
         *(uint2*)((u16*)k_ring + ((base + P + t) & R1) * K + 4 * lane) = packed;
     }
   }
-  // Gates of a value head: decay of each window row to the window's end, coefficients between the new tokens.
-  float* head = sH + local * HEAD_FLOATS;
-  float *weight = head, *coef = head + WIN, *own = coef + TT * 2 * TT, *betas = own + 2 * TT;
-  if (makes_gates) {
-    float g = 0.f, beta = 0.f;
-    if (lane < n) {
-      g = log_decay(from_raw(raw_a, p.a_dtype) + from_raw(raw_dt, p.dt_dtype), from_raw(raw_A, p.A_dtype));
-      beta = sigmoid(from_raw(raw_b, p.b_dtype));
-      if (chunk == 0) g_ring[(base + P + lane) & R1] = g;
-    }
-    float from = gw;                                   // sum of rows j, j + 1, ... P - 1
-#pragma unroll
-    for (int d = 1; d < WIN; d <<= 1) {
-      float other = __shfl_down_sync(FULL, from, d);
-      if (lane + d < WIN) from += other;
-    }
-    float after = __shfl_down_sync(FULL, from, 1);
-    if (lane < WIN) weight[lane] = lane < P ? expf(lane + 1 < WIN ? after : 0.f) : 0.f;
-    if (lane == 0) betas[TT] = expf(from);
-    const float scale = (float)p.scale;
-    if (lane < TT) betas[lane] = beta;
-    float now = 0.f;
-#pragma unroll
-    for (int s = 0; s < TT; s++) {
-      float gs = __shfl_sync(FULL, g, s);
-      if (s <= lane) now += gs;
-    }
-    if (lane < TT) { own[lane] = -beta * expf(now); own[TT + lane] = scale * expf(now); }
-#pragma unroll
-    for (int i = 0; i < TT * 2 * TT / 32; i++) {
-      int e = 32 * i + lane, s = e / (2 * TT), col = e % (2 * TT), t = col % TT;
-      float since = 0.f, bt = __shfl_sync(FULL, beta, t);
-#pragma unroll
-      for (int m = TT - 1; m > 0; m--) {
-        float gm = __shfl_sync(FULL, g, m);
-        if (m > s && m <= t) since += gm;
-      }
-      coef[e] = col >= TT ? (s <= t ? scale * expf(since) : 0.f) : (s < t ? -bt * expf(since) : 0.f);
-    }
-  }
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     int j = (tid + i * THREADS) >> 4;
@@ -257,6 +237,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   }
   __syncthreads();
 
+  const int arrived = enter_row(p, w);
+  // Gates of the value heads: coefficients between the new tokens.
+#pragma unroll
+  for (int m = 0; m < GATES; m++) {
+    const int of = chore(warp, m, JT + 1);
+    if (of >= NHV) break;
+    float *coef = sH + of * HEAD_FLOATS + WIN, *own = coef + TT * 2 * TT, *betas = own + 2 * TT;
+    float g = 0.f, beta = 0.f;
+    if (lane < n) {
+      g = log_decay(from_raw(raw_a[m], FLAG(p.a_dtype, IO_D)) + from_raw(raw_dt[m], FLAG(p.dt_dtype, F32)), from_raw(raw_A[m], FLAG(p.A_dtype, F32)));
+      beta = sigmoid(from_raw(raw_b[m], FLAG(p.b_dtype, IO_D)));
+      if (part % VS == 0) g_ring[of * (R1 + 1) + ((base + P + lane) & R1)] = g;
+    }
+    const float scale = (float)p.scale;
+    float now = 0.f;
+#pragma unroll
+    for (int s = 0; s < TT; s++) {
+      float gs = __shfl_sync(FULL, g, s);
+      if (s <= lane) now += gs;
+    }
+    if (lane < TT) {
+      const float factor = expf(now);
+      betas[lane] = beta;
+      own[lane] = -beta * factor;
+      own[TT + lane] = scale * factor;
+    }
+#pragma unroll
+    for (int i = 0; i < TT * 2 * TT / 32; i++) {
+      int e = 32 * i + lane, s = e / (2 * TT), col = e % (2 * TT), t = col % TT;
+      float since = 0.f, bt = __shfl_sync(FULL, beta, t);
+#pragma unroll
+      for (int x = TT - 1; x > 0; x--) {
+        float gx = __shfl_sync(FULL, g, x);
+        if (x > s && x <= t) since += gx;
+      }
+      since = expf(since);
+      coef[e] = col >= TT ? (s <= t ? scale * since : 0.f) : (s < t ? -bt * since : 0.f);
+    }
+  }
+  // Decay of each window row to the window's end.
+#pragma unroll
+  for (int m = 0; m < WEIGHTS; m++) {
+    const int of = chore(warp, m, JT + 1 + NHV);
+    if (of >= NHV) break;
+    float* weight = sH + of * HEAD_FLOATS;
+    float from = gw[m];                                // sum of rows j, j + 1, ... P - 1
+#pragma unroll
+    for (int d = 1; d < WIN; d <<= 1) {
+      float other = __shfl_down_sync(FULL, from, d);
+      if (lane + d < WIN) from += other;
+    }
+    const float after = __shfl_down_sync(FULL, from, 1);
+    if (lane < WIN) weight[lane] = lane < P ? expf(lane + 1 < WIN ? after : 0.f) : 0.f;
+    if (lane == 0) weight[WIN + TT * 2 * TT + 2 * TT + TT] = expf(from);
+  }
   // Scores of the window's keys and of the new ones: one tile of 16 a warp.
 #pragma unroll
   for (int task = warp; task < JT + 1; task += NWARP) {
@@ -343,9 +378,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   }
   // ... e^{G_P} S_0 x + sum_j e^{G_P - G_j} u_j (k_j . x)
   __syncthreads();                                     // the scores are there
+  const float *weight = sH + local * HEAD_FLOATS, *coef = weight + WIN, *own = coef + TT * 2 * TT, *betas = own + 2 * TT;
   const float decay = betas[TT];
   bool hit_u = false, hit_s = false;
-  const i64 out_row = (p.padded_out || !p.ragged ? wide(row, p.out_row) : wide(w.begin, p.out_tok)) + wide(hv, p.out_head);
+  const i64 out_row = (FLAG(p.padded_out, 0) || !FLAG(p.ragged, 1) ? wide(row, p.out_row) : wide(w.begin, p.out_tok)) + wide(hv, p.out_head);
 #pragma unroll
   for (int c = 0; c < CPW; c++) {
   float (&acc)[2][NT][4] = products[c];
@@ -522,10 +558,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     for (int i = 0; i < 16; i++) *(uint4*)(to + 256 * i) = *(const uint4*)(tile + c * 8192 + ((i * 512 + cell) ^ ((i >> 1 & 7) << 4)));
   }
   }
-  if (p.status && __any_sync(FULL, hit_u || hit_s)) {
+  if ((PLAIN || p.status) && __any_sync(FULL, hit_u || hit_s)) {
     const int hit = (hit_u ? RING_SATURATED : 0) | (hit_s ? STATE_SATURATED : 0);
-    if (hit) atomicOr(&p.status[wide(w.slot, p.status_stride)], hit);
+    if (hit) set_bits(&p.status[wide(w.slot, p.status_stride)], hit);
   }
   finish_row(p, w, parts, arrived);
-  zero_outputs(p, w, row, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
+  zero_outputs(p, w, row, head_tokens, tail_tokens, hv0, NHV, part % VS * (V / VS), (part % VS + 1) * (V / VS));
 }

@@ -83,10 +83,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   const int v1 = v0 + VB < V ? v0 + VB : V, span = v1 - v0;
   const int group = HV / (int)p.H, h = hv / group;
   if (tid == 0) saturated = 0;
-  int arrived = 0;
-  Row r = read_row(p, row);
-  settle_row(p, r, load_cursors(p, row, r), part, arrived);
-  zero_outputs(p, r, row, hv, 1, v0, v1);
+  int head, tail;
+  row_range(p, head, tail);
+  Row r = make_row(p, load_row(p, row));
+  settle_row(p, r, load_cursors(p, row, r), part);
+  zero_outputs(p, r, row, head, tail, hv, 1, v0, v1);
   if (!r.alive) return;
   const int P = r.P, n = r.length;
   const bool folds = P >= p.flush_min;
@@ -143,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     uy[t * (VB + 1) + v] = t < n ? ld(p.v, row * p.v_row + (tok0 + t) * p.v_tok + hv * p.v_head + (v0 + v) * p.v_elem, p.v_dtype) : 0.f;
   }
   __syncthreads();
+  const int arrived = enter_row(p, r);
 
   // Decay from each window row to the window's end, as a sum of what follows it; scores of keys and queries.
   for (int j = tid; j < P; j += 32 * WARPS) {
