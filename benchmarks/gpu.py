@@ -208,7 +208,17 @@ def time_ops(ceiling: float) -> list[Result]:
 
         us = median_us(run, groups)
         model = B * layers * (32 * 128 * 128 * 2 * 2 + count * (16 * 128 + 32 * 128) * 2 + 4 * 32 * count)
-        results.append(Result(f"materialize, {layers} layers, count {count}", B, "", round(us, 2), model, round(model / us / 1e3), round(model / us / 1e3 / ceiling, 3)))
+        results.append(
+            Result(
+                f"materialize, {layers} layers, count {count}",
+                B,
+                "",
+                round(us, 2),
+                model,
+                round(model / us / 1e3),
+                round(model / us / 1e3 / ceiling, 3),
+            )
+        )
         del cache
     for B in (8, 256):
         cache = ReplayCache(GDNShape(1, 1, 8, 8), 48, 513, device="cuda")
@@ -246,7 +256,9 @@ def main() -> int:
                     except Exception as error:
                         print(f"{work.name} B={B} {filling}: {error}")
     for r in results:
-        print(f"{r.name:32s} B={r.batch:4d} {r.filling:7s} {r.us:8.2f} us {r.gb_per_s:6d} GB/s {100 * r.of_ceiling:5.1f} %")
+        print(
+            f"{r.name:32s} B={r.batch:4d} {r.filling:7s} {r.us:8.2f} us {r.gb_per_s:6d} GB/s {100 * r.of_ceiling:5.1f} %"
+        )
     if options.json:
         record = {
             "command": " ".join(sys.argv), "device": device, "torch": torch.__version__, "python": platform.python_version(),

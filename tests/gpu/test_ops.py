@@ -69,7 +69,7 @@ def test_ragged_rounds(sizes: tuple[int, ...], window: int, width: int, dtypes: 
     pair.fill(seed=width)
     rng = random.Random(0)
     for r in range(5):
-        rows = rng.sample(range(1, slots), 5) + [0, -1]
+        rows = [*rng.sample(range(1, slots), 5), 0, -1]
         rng.shuffle(rows)
         lengths = [rng.randint(0, width) for _ in rows]
         lengths[0] = width

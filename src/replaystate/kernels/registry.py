@@ -7,10 +7,9 @@ taken; the choice is logged once per kind of call. A backend asked for by name e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -165,10 +164,11 @@ class Backend(Protocol):
         """Prefill of whole prompts."""
 
 
-def fused(backend: Backend, op: str) -> Callable[..., None] | None:
+def fused(backend: Backend, op: str) -> Any:
     """The backend's own form of a whole op, cursors and all, or None where it leaves them to the op.
 
-    A device backend has `materialize`, `flush`, `prefix_materialize` and `read_slots`, so that no call waits for the host.
+    A device backend has `materialize`, `flush`, `prefix_materialize`, `read_slots`, `adapter_step`, `upkeep` and `warmup`,
+    so that no call waits for the host.
     """
     return getattr(backend, op, None)
 

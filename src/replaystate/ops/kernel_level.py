@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, INT_DTYPES, check_inference, check_no_overlap, check_slots, check_tensor
 from ..errors import ArgumentError, SlotError
-from ..kernels import Call, fused, select
+from ..kernels import Backend, Call, fused, select
 from ..shapes import check_window, flush_min
 from .common import check_rings, check_src_dst, on_host
 
@@ -76,6 +76,49 @@ def ucache_flush(
         folded = (state_indices >= 0) & (hist_len >= flush_min_)
         cache_base.copy_(torch.where(folded, (cache_base + hist_len) % ring_slots, cache_base))
         hist_len.copy_(torch.where(folded, 0, hist_len))
+
+
+def can_step_for_adapter(mixed_qkv: Tensor, state: Tensor, k_ring: Tensor, window: int, width: int) -> bool:
+    """Whether the backend that would run this steps straight from ragged rows (`adapter_step`)."""
+    return fused(_adapter_backend(mixed_qkv, state, k_ring, window, width), "adapter_step") is not None
+
+
+def _adapter_backend(mixed_qkv: Tensor, state: Tensor, k_ring: Tensor, window: int, width: int) -> Backend:
+    HV, V, K = state.shape[1:]
+    sizes = (k_ring.shape[1], HV, K, V)
+    return select(
+        "auto",
+        Call("adapter_step", state.device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, sizes, window, width),
+    )
+
+
+def adapter_step(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    output: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    executed_width: int,
+    window: int,
+    null_slot: int,
+    scale: float,
+) -> None:
+    """The serving adapter's step from ragged rows into padded output; arguments are checked by the adapter."""
+    check_rings("run_gdn_replayssm", state, u_ring, k_ring, g_ring, ("u", "k", "g"))
+    step = fused(_adapter_backend(mixed_qkv, state, k_ring, window, executed_width), "adapter_step")
+    step(
+        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, output,
+        state_indices, query_start_loc, executed_width, window, null_slot, scale,
+    )  # fmt: skip
 
 
 def prefix_materialize(

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from ...shapes import flush_min as _flush_min
-from . import compiler, launch
+from . import compiler, launch, upkeep
+from .warmup import warmup
 
 if TYPE_CHECKING:
     from ..registry import Call
 
 NAME = "cuda"
+
+__all__ = ["NAME", "supports", "upkeep", "usable", "warmup"]
 
 
 def usable() -> str | None:

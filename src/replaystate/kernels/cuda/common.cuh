@@ -100,7 +100,7 @@ struct StepArgs {
   i64 state_slot, u_slot, k_slot, g_slot, A_stride, dt_stride, rs_stride, nc_stride, status_stride, rec_slot, rec_layer;
   i64 idx_stride, qsl_stride;
   i64 B, N, H, HV, K, V, W, R, width, num_slots, null_slot, flush_min, layer, num_layers;
-  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block, group, inverse_group, parts;
+  i64 cursors_per_row, ragged, padded_out, zero_rows, state_vec, v_block, group, inverse_group, parts;
   double scale;
 };
 

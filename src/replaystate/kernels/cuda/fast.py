@@ -32,7 +32,6 @@ class Choice(NamedTuple):
     blocks_per_row: int
     shared_bytes: int
     v_block: int
-    io_vec: bool
 
 
 class Variant(NamedTuple):
@@ -82,11 +81,13 @@ class Variant(NamedTuple):
         return Program("step_fast.cu", "step_fast", macros, 32 * self.warps)
 
 
+RARE_SPLIT = (1, 1, 1)
+
 SHIPPED = tuple(
     Variant(state, io, ring, lanes, window, *split)
-    for state, io, ring in ((_F16, _BF16, _F16), (_F16, _F16, _F16), (_BF16, _BF16, _BF16), (_BF16, _BF16, _F16))
+    for state, io, ring in ((_F16, _BF16, _F16), (_F16, _F16, _F16), (_BF16, _BF16, _BF16))
     for lanes, window in ((4, 16), (8, 16), (16, 32))
-    for split in ((2, 1, 1), (2, 2, 1), (2, 4, 1))
+    for split in ((1, 1, 1), (2, 1, 1))
 )
 """Compiled for every architecture by the tests. Others (e.g. float16 state beside bfloat16 rings) compile on demand."""
 
@@ -110,14 +111,18 @@ def split(arch: str, batch_heads: int, group: int) -> tuple[int, int, int]:
     return (nhv if group % nhv == 0 else 1), vs, cpw
 
 
-def variants_for(state: torch.dtype, io: torch.dtype, ring: torch.dtype, width: int, W: int, arch: str, group: int) -> list[Variant]:
+def variants_for(
+    state: torch.dtype, io: torch.dtype, ring: torch.dtype, width: int, W: int, arch: str, group: int
+) -> list[Variant]:
     """Every variant that steps of this kind may use on an architecture: what a warm-up compiles."""
     if not {state, io, ring} <= set(_CODES) or W > 32 or width > 16:
         return []
     table = _table()
     rows = table.get(arch) or table["default"]
-    splits = {((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows}
-    return [Variant(state, io, ring, _lanes(width), 16 if W <= 16 else 32, *s) for s in sorted(splits)]
+    splits = sorted({((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows})
+    kind = (state, io, ring, _lanes(width), 16 if W <= 16 else 32)
+    rare = [Variant(*kind, *RARE_SPLIT, vec, plain) for vec, plain in ((True, False), (False, True), (False, False))]
+    return [Variant(*kind, *split) for split in splits] + rare
 
 
 def _lanes(width: int) -> int:
@@ -155,9 +160,12 @@ def choose(
         return None
     arch = compiler.architecture(device)
     nhv, vs, cpw = split(arch, B * HV, HV // H)
-    io_vec = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
-    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, io_vec, plain)
-    return Choice(variant[0], HV // nhv * vs, variant[1], V // vs, io_vec)
+    vector = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
+    if not (vector and plain):
+        # Rare forms are not tuned: one split keeps the number of compiled kernels small. The bits are the same.
+        nhv, vs, cpw = RARE_SPLIT
+    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, vector, plain)
+    return Choice(variant[0], HV // nhv * vs, variant[1], V // vs)
 
 
 @functools.lru_cache(maxsize=256)

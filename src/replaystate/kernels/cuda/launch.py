@@ -21,7 +21,7 @@ MAX_K = 256
 MAX_LAYERS = 48  # layers in one launch of fold_slots: its arguments fit 4 KB
 MAX_ROWS = 4096  # rows in one launch of fold_slots: its list fits shared memory
 
-_STEP = struct.Struct("<89qd")
+_STEP = struct.Struct("<88qd")
 _COMMIT = struct.Struct("<21q")
 _PREFILL = struct.Struct("<32qd")
 _FOLD = struct.Struct(f"<{11 + 6 + 10 + 18 + 8 * MAX_LAYERS}q")
@@ -148,10 +148,22 @@ def step(
         and A_log.dtype == dt_bias.dtype == torch.float32
     )  # fmt: skip
     choice = fast.choose(
-        (*qkv, out), state, u_ring, k_ring, B=B, H=H, HV=HV, K=K, V=V, W=window, R=R, width=width, device=device, plain=plain
+        (*qkv, out),
+        state,
+        u_ring,
+        k_ring,
+        B=B,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        W=window,
+        R=R,
+        width=width,
+        device=device,
+        plain=plain,
     )
     v_block = _v_block(B * HV, V, device) if choice is None else choice.v_block
-    io_vec = int(choice is not None and choice.io_vec)
     arguments = _STEP.pack(
         q.ptr, k.ptr, v.ptr, a.ptr, b.ptr, A_log.data_ptr(), dt_bias.data_ptr(),
         state.data_ptr(), u_ring.data_ptr(), k_ring.data_ptr(), g_ring.data_ptr(),
@@ -168,7 +180,7 @@ def step(
         state_indices.stride(0), 0 if query_start_loc is None else query_start_loc.stride(0),
         B, num_tokens, H, HV, K, V, window, R, width, num_slots, null_slot, flush_min, layer,
         0 if step_records is None else step_records.shape[1],
-        cursors_per_row, ragged, padded_out, zero_rows, state_vec, io_vec, v_block,
+        cursors_per_row, ragged, padded_out, zero_rows, state_vec, v_block,
         HV // H, -(-(1 << 20) // (HV // H)),
         0 if choice is None else choice.blocks_per_row, scale,
     )  # fmt: skip
@@ -310,6 +322,11 @@ def prefill_program(K: int) -> Program:
     return Program("prefill.cu", "prefill", (("NKB", key_blocks(K)),), 256)
 
 
+def prefill_shared_bytes(K: int) -> int:
+    """Dynamic shared memory of `prefill`."""
+    return 4 * (2 * 16 * 128 * key_blocks(K) + 16 * 32 + 32)
+
+
 def prefill(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -336,5 +353,5 @@ def prefill(
         query_start_loc.dtype == torch.int64, *mixed_qkv.stride(), *a.stride(), *b.stride(), A_log.stride(0),
         dt_bias.stride(0), query_start_loc.stride(0), out.stride(0), B, mixed_qkv.shape[0], H, HV, K, V, scale,
     )  # fmt: skip
-    shared = 4 * (2 * 16 * 128 * key_blocks(K) + 16 * 32 + 32)
-    compiler.launch(prefill_program(K), final_state.get_device(), B * HV * -(-V // 32), shared, arguments)
+    blocks = B * HV * -(-V // 32)
+    compiler.launch(prefill_program(K), final_state.get_device(), blocks, prefill_shared_bytes(K), arguments)
