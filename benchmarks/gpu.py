@@ -49,7 +49,7 @@ class Workload:
 SETS: dict[str, list[Workload]] = {
     "main": [Workload("T=4", (1, 8, 32, 64, 128, 256, 512), ("P=8", "P=16", "steady"))],
     "quick": [Workload("T=4", (1, 8, 32, 256), ("P=8", "P=16", "steady"))],
-    "ragged": [Workload("T=4 ragged", (8, 64, 256), ("steady",), ragged=True)],
+    "ragged": [Workload("T=4 ragged", (8, 32, 64, 256), ("steady",), ragged=True)],
     "t1": [Workload("T=1", (1, 8, 64, 256), ("steady",), width=1)],
     "t8": [Workload("T=8", (8, 64, 256), ("steady",), width=8)],
     "t16": [Workload("T=16 W=32", (8, 64, 256), ("steady",), width=16, window=32)],

@@ -278,7 +278,7 @@ def test_slot_upkeep(kind: tuple[torch.dtype, ...]) -> None:
     state = torch.randn(4, 4, 128, 128, dtype=torch.float64) * 4e4
     calls = [
         lambda c, d: c.fork(torch.tensor([1, 1, 2, -1, 0, 3]).to(d), torch.tensor([2, 3, 1, 4, 5, 0]).to(d)),
-        lambda c, d: c.crop(torch.tensor([1, 2, 3, -1, 99]).to(d), torch.tensor([1, 99, -1, 3, 0]).to(d)),
+        lambda c, d: c.crop(torch.tensor([1, 2, 3, -1, 0]).to(d), torch.tensor([1, 99, -1, 3, 0]).to(d)),
         lambda c, d: c.load_state(1, torch.tensor([5, 6, -1, 7]).to(d), state.to(d)),
         lambda c, d: c.invalidate(torch.tensor([8, -1, 0]).to(d)),
         lambda c, d: c.reset(torch.tensor([8, 9, -3, 0, 9]).to(d)),

@@ -35,7 +35,7 @@ _CUDA_ERROR_INVALID_CONTEXT = 201
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel to compile: its source file, entry point, macros, and the block it is launched with."""
+    """A kernel to compile: its source files (joined by +), entry point, macros, and the block it is launched with."""
 
     source: str
     entry: str
@@ -90,7 +90,7 @@ def _compiler_version() -> str:
 
 @functools.cache
 def _source(name: str) -> str:
-    return (_SOURCE_DIR / "common.cuh").read_text() + (_SOURCE_DIR / name).read_text()
+    return "".join((_SOURCE_DIR / part).read_text() for part in ("common.cuh", *name.split("+")))
 
 
 def cache_dir() -> Path:

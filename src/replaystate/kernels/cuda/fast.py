@@ -78,7 +78,7 @@ class Variant(NamedTuple):
             ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw), ("VEC", int(self.vec)), ("PLAIN", int(self.plain)),
             ("MIN_BLOCKS", self.resident),
         )  # fmt: skip
-        return Program("step_fast.cu", "step_fast", macros, 32 * self.warps)
+        return Program("mma.cuh+step_fast.cu", "step_fast", macros, 32 * self.warps)
 
 
 RARE_SPLIT = (1, 1, 1)

@@ -199,7 +199,24 @@ MATERIALIZE, FLUSH, READ, PREFIX = range(4)
 
 def fold_program(state_dtype: torch.dtype, K: int) -> Program:
     """The kernel behind materialize, flush, read_state and prefix_materialize."""
-    return Program("fold.cu", "fold_slots", (("STATE_D", DTYPE_CODES[state_dtype]), ("NKB", key_blocks(K))), 256)
+    return Program("fold_rows.cuh+fold.cu", "fold_slots", (("STATE_D", DTYPE_CODES[state_dtype]), ("NKB", key_blocks(K))), 256)
+
+
+def fold_fast_program(state_dtype: torch.dtype, ring_dtype: torch.dtype, W: int) -> Program:
+    """The fold on the tensor cores: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
+    macros = (("STATE_D", DTYPE_CODES[state_dtype]), ("RING_D", DTYPE_CODES[ring_dtype]), ("WIN", 16 if W <= 16 else 32))
+    return Program("mma.cuh+fold_rows.cuh+fold_fast.cu", "fold_fast", macros, 256)
+
+
+def fold_fast_shared_bytes(W: int, rows: int) -> int:
+    """Dynamic shared memory of `fold_fast`."""
+    return 8 * (8192 + (16 if W <= 16 else 32) * 256) + 8 * rows
+
+
+def fold_is_fast(sizes: tuple[int, int], W: int, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> bool:
+    """Whether sizes (K, V) and dtypes (state, u ring, k ring) suit `fold_fast`."""
+    sixteen = (torch.float16, torch.bfloat16)
+    return sizes == (128, 128) and W <= 32 and dtypes[0] in sixteen and dtypes[1] in sixteen and dtypes[1] == dtypes[2]
 
 
 def fold_shared_bytes(K: int, W: int, v_block: int, rows: int) -> int:
@@ -260,6 +277,12 @@ def fold(
     v_block = V if work >= 4 * multiprocessors else min(V, 32)
     blocks = min(2 * multiprocessors, work * -(-V // v_block))
     size = states[0].element_size()
+    quick = mode != READ and fold_is_fast((K, V), window, (states[0].dtype, u_rings[0].dtype, k_rings[0].dtype))
+    quick = quick and R & (R - 1) == 0 and all(
+        x.data_ptr() % 16 == 0 and (num_slots == 1 or x.stride(0) % 8 == 0) for x in (*states, *u_rings, *k_rings)
+    )
+    if quick:
+        blocks = min(2 * multiprocessors, -(-work * 4 // 8))
     for begin in range(0, len(layers), MAX_LAYERS):
         chunk = layers[begin : begin + MAX_LAYERS]
         table: list[int] = []
@@ -280,8 +303,12 @@ def fold(
             DTYPE_CODES[u_rings[0].dtype], DTYPE_CODES[k_rings[0].dtype], H, HV, K, V, window, R, num_slots, null_slot,
             vec, v_block, *table,
         )  # fmt: skip
-        shared = fold_shared_bytes(K, window, v_block, rows)
-        compiler.launch(fold_program(states[0].dtype, K), device, blocks, shared, arguments)
+        if quick:
+            program = fold_fast_program(states[0].dtype, k_rings[0].dtype, window)
+            shared = fold_fast_shared_bytes(window, rows)
+        else:
+            program, shared = fold_program(states[0].dtype, K), fold_shared_bytes(K, window, v_block, rows)
+        compiler.launch(program, device, blocks, shared, arguments)
 
 
 # --- the small ones ------------------------------------------------------------------------------------------------

@@ -34,59 +34,6 @@ typedef Elem<STATE_D> S_;
 typedef Elem<IO_D> IO_;
 typedef Elem<RING_D> R_;
 
-__device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void cp_async16(u32 to, const void* from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-__device__ __forceinline__ void ldsm4(u32* r, u32 addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
-}
-__device__ __forceinline__ void ldsm4_trans(u32* r, u32 addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
-}
-template <int D> __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
-  if (D == F16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <int D> __device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r;
-  if (D == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-template <int D> __device__ __forceinline__ float low(u32 x) { return Elem<D>::up((u16)x); }
-template <int D> __device__ __forceinline__ float high(u32 x) {
-  return D == BF16 ? __uint_as_float(x & 0xffff0000u) : Elem<D>::up((u16)(x >> 16));
-}
-// What is left of two floats after rounding to bfloat16, again as bfloat16.
-__device__ __forceinline__ u32 rest(float lo, float hi, u32 packed) {
-  return pack<BF16>(lo - low<BF16>(packed), hi - high<BF16>(packed));
-}
-// Element-wise max(|a|, |b|) of pairs, and whether the low half is an infinity.
-__device__ __forceinline__ u32 max_abs2(u32 a, u32 b) {
-  u32 r;
-  if (STATE_D == F16) asm("{ .reg .b32 x; and.b32 x, %2, 0x7fff7fff; max.f16x2 %0, %1, x; }" : "=r"(r) : "r"(a), "r"(b));
-  else asm("{ .reg .b32 x; and.b32 x, %2, 0x7fff7fff; max.bf16x2 %0, %1, x; }" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ bool is_inf(u32 x) { return (x & 0x7fff) == (STATE_D == F16 ? 0x7c00 : 0x7f80); }
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s)); return r; }
-__device__ __forceinline__ uint2 ldg8(const void* p) {
-  uint2 r;
-  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
-  return r;
-}
-__device__ __forceinline__ uint4 ldg16(const void* p) {
-  uint4 r;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
-  return r;
-}
 // Four neighbouring elements of an io tensor; any element-aligned view.
 __device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
   const u16* x = (const u16*)p + i;
@@ -392,15 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[mt][nt][e] *= decay;
   u32 ua[JT][2][4];                                    // u as A fragments: values by window rows
-#pragma unroll
-  for (int jt = 0; jt < JT; jt++)
-#pragma unroll
-    for (int mt = 0; mt < 2; mt++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const uint2 lo = uw[c][4 * jt + (i & 2)], hi = uw[c][4 * jt + (i & 2) + 1];
-        ua[jt][mt][i] = mt ? prmt(lo.y, hi.y, i & 1 ? 0x7632 : 0x5410) : prmt(lo.x, hi.x, i & 1 ? 0x7632 : 0x5410);
-      }
+  u_fragments<JT>(ua, uw[c]);
 #pragma unroll
   for (int jt = 0; jt < JT; jt++)
     if (P > 16 * jt) {
@@ -494,65 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       }
     }
   if (folds) {
-    // S <- e^{G_P} S + sum_j (e^{G_P - G_j} u_j) k_j^T, in the shared tile, then out in whole rows.
-    u32 ul[RING_D == BF16 ? JT : 1][2][4];
-#pragma unroll
-    for (int jt = 0; jt < JT; jt++) {
-      const int j = 16 * jt + 2 * q;
-      const float w0 = weight[j], w1 = weight[j + 1], w2 = weight[j + 8], w3 = weight[j + 9];
-#pragma unroll
-      for (int mt = 0; mt < 2; mt++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float a0 = low<RING_D>(ua[jt][mt][i]) * (i & 2 ? w2 : w0), a1 = high<RING_D>(ua[jt][mt][i]) * (i & 2 ? w3 : w1);
-          ua[jt][mt][i] = pack<RING_D>(a0, a1);
-          if (RING_D == BF16) ul[RING_D == BF16 ? jt : 0][mt][i] = rest(a0, a1, ua[jt][mt][i]);
-        }
-    }
-    u32 most = 0;                                      // largest magnitude, in pairs; NaN does not count
-#pragma unroll 2
-    for (int ks = 0; ks < 8; ks++) {
-      u32 b[JT][4];
-#pragma unroll
-      for (int jt = 0; jt < JT; jt++) {
-        const int j = 16 * jt + (lane & 7) + (lane & 8);
-        ldsm4_trans(b[jt], smem_addr(sK) + j * 256 + (((2 * ks + (lane >> 4)) ^ (j & 7)) << 4));
-      }
-#pragma unroll
-      for (int mt = 0; mt < 2; mt++) {
-        u32 a[4];
-        ldsm4(a, frag + c * 8192 + 2 * mt * 256 + (((2 * ks + (lane >> 4)) ^ (lane & 7)) << 4));
-        float d[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          d[i][0] = decay * low<STATE_D>(a[2 * i]); d[i][1] = decay * high<STATE_D>(a[2 * i]);
-          d[i][2] = decay * low<STATE_D>(a[2 * i + 1]); d[i][3] = decay * high<STATE_D>(a[2 * i + 1]);
-#pragma unroll
-          for (int jt = 0; jt < JT; jt++) {
-            mma<RING_D>(d[i], ua[jt][mt], b[jt][2 * i], b[jt][2 * i + 1]);
-            if (RING_D == BF16) mma<RING_D>(d[i], ul[RING_D == BF16 ? jt : 0][mt], b[jt][2 * i], b[jt][2 * i + 1]);
-          }
-        }
-        unsigned char* to = tile + c * 8192 + (4 * r + 2 * mt) * 256 + 4 * q;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const u32 s0 = pack<STATE_D>(d[i][0], d[i][1]), s1 = pack<STATE_D>(d[i][2], d[i][3]);
-          most = max_abs2(max_abs2(most, s0), s1);
-          *(u32*)(to + (((2 * ks + i) ^ r) << 4)) = s0;
-          *(u32*)(to + 256 + (((2 * ks + i) ^ r) << 4)) = s1;
-        }
-      }
-    }
-    __syncwarp();
-    if (__any_sync(FULL, is_inf(most) || is_inf(most >> 16))) {  // what rounded to infinity becomes the largest finite
-      for (int i = lane; i < 2048; i += 32) {
-        u32 x = *(u32*)(tile + c * 8192 + 4 * i);
-        if (is_inf(x)) { hit_s = true; x -= 1; }
-        if (is_inf(x >> 16)) { hit_s = true; x -= 0x10000; }
-        *(u32*)(tile + c * 8192 + 4 * i) = x;
-      }
-      __syncwarp();
-    }
+    hit_s |= fold_tile<STATE_D, RING_D, JT>(tile_addr + c * 8192, smem_addr(sK), ua, weight, decay, lane);
     u16* to = state + c * 32 * K + lane * 8;
 #pragma unroll 4
     for (int i = 0; i < 16; i++) *(uint4*)(to + 256 * i) = *(const uint4*)(tile + c * 8192 + ((i * 512 + cell) ^ ((i >> 1 & 7) << 4)));

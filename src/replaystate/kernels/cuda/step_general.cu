@@ -93,15 +93,51 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   const bool folds = P >= p.flush_min;
   const i64 tok0 = r.begin, slot = r.slot;
 
+  S_::T* state = (S_::T*)p.state + slot * p.state_slot + ((i64)hv * V + v0) * K;
+  const bool vec = p.state_vec;
+#if PREFETCH
+  float next[RB][4 * NKB];
+#pragma unroll
+  for (int b = 0; b < RB; b++) {
+    int v = warp * RB + b;
+    if (v < span)
+#pragma unroll
+      for (int kb = 0; kb < NKB; kb++) load_state(next[b] + 4 * kb, state + (i64)v * K, 128 * kb + 4 * lane, K, vec);
+    else
+#pragma unroll
+      for (int e = 0; e < 4 * NKB; e++) next[b][e] = 0.f;
+  }
+#endif
+
   // Window: keys, log-decays. New tokens: keys and queries normalised, gates, values.
   const i64 k_base = slot * p.k_slot + (i64)h * p.R * K, g_base = slot * p.g_slot + (i64)hv * p.R;
   const i64 u_base = slot * p.u_slot + (i64)hv * p.R * V;
-  for (int j = warp; j < P; j += WARPS) {
-    i64 at = k_base + (i64)((r.base + j) & R1) * K;
+  u32 raw_k[2][4 * NKB];
+  for (int j0 = warp; j0 < P; j0 += 2 * WARPS) {
 #pragma unroll
-    for (int i = 0; i < 4 * NKB; i++) {
-      int k = lane + 32 * i;
-      ring_k[j * KP + k] = k < K ? ld(p.k_ring, at + k, p.kr_dtype) : 0.f;
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < 4 * NKB; i++) {
+        const int j = j0 + m * WARPS, k = lane + 32 * i;
+        raw_k[m][i] = j < P && k < K ? ld_raw(p.k_ring, k_base + (i64)((r.base + j) & R1) * K + k, p.kr_dtype) : 0;
+      }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < 4 * NKB; i++)
+        if (j0 + m * WARPS < P) ring_k[(j0 + m * WARPS) * KP + lane + 32 * i] = from_raw(raw_k[m][i], p.kr_dtype);
+  }
+  for (int i0 = tid; i0 < P * span; i0 += 8 * 32 * WARPS) {
+    u32 ur[8];
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+      const int i = i0 + m * 32 * WARPS, j = i / span;
+      ur[m] = i < P * span ? ld_raw(p.u_ring, u_base + (i64)((r.base + j) & R1) * V + v0 + i % span, p.u_dtype) : 0;
+    }
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+      const int i = i0 + m * 32 * WARPS;
+      if (i < P * span) wu[i / span * (VB + 4) + i % span] = from_raw(ur[m], p.u_dtype);
     }
   }
   for (int j = tid; j < P; j += 32 * WARPS) gw[j] = p.g_ring[g_base + ((r.base + j) & R1)];
@@ -109,13 +145,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     const bool is_q = i >= TT;
     const int t = is_q ? i - TT : i;
     float x[4 * NKB], sum = 0.f;
+    u32 raw[4 * NKB];
+    const int io = is_q ? p.q_dtype : p.k_dtype;
 #pragma unroll
     for (int e = 0; e < 4 * NKB; e++) {
       int k = lane + 32 * e;
-      x[e] = 0.f;
+      raw[e] = 0;
       if (t < n && k < K)
-        x[e] = is_q ? ld(p.q, row * p.q_row + (tok0 + t) * p.q_tok + h * p.q_head + k * p.q_elem, p.q_dtype)
-                    : ld(p.k, row * p.k_row + (tok0 + t) * p.k_tok + h * p.k_head + k * p.k_elem, p.k_dtype);
+        raw[e] = is_q ? ld_raw(p.q, row * p.q_row + (tok0 + t) * p.q_tok + h * p.q_head + k * p.q_elem, io)
+                      : ld_raw(p.k, row * p.k_row + (tok0 + t) * p.k_tok + h * p.k_head + k * p.k_elem, io);
+    }
+#pragma unroll
+    for (int e = 0; e < 4 * NKB; e++) {
+      x[e] = from_raw(raw[e], io);
       sum += x[e] * x[e];
     }
     sum = sum_lanes(sum);
@@ -131,9 +173,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   if (tid < TT) {
     float gt = 0.f, bt = 0.f;
     if (tid < n) {
-      float x = ld(p.a, row * p.a_row + (tok0 + tid) * p.a_tok + hv * p.a_head, p.a_dtype) + ld(p.dt_bias, hv * p.dt_stride, p.dt_dtype);
-      gt = log_decay(x, ld(p.A_log, hv * p.A_stride, p.A_dtype));
-      bt = sigmoid(ld(p.b, row * p.b_row + (tok0 + tid) * p.b_tok + hv * p.b_head, p.b_dtype));
+      const u32 ra = ld_raw(p.a, row * p.a_row + (tok0 + tid) * p.a_tok + hv * p.a_head, p.a_dtype);
+      const u32 rb = ld_raw(p.b, row * p.b_row + (tok0 + tid) * p.b_tok + hv * p.b_head, p.b_dtype);
+      const u32 rd = ld_raw(p.dt_bias, hv * p.dt_stride, p.dt_dtype), rA = ld_raw(p.A_log, hv * p.A_stride, p.A_dtype);
+      gt = log_decay(from_raw(ra, p.a_dtype) + from_raw(rd, p.dt_dtype), from_raw(rA, p.A_dtype));
+      bt = sigmoid(from_raw(rb, p.b_dtype));
       if (v0 == 0) p.g_ring[g_base + ((r.base + P + tid) & R1)] = gt;
     }
     g[tid] = gt;
@@ -172,10 +216,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     if (lane < 2 * TT) score[(j < P ? j : W + j - P) * 2 * TT + lane] = mine;
   }
   __syncthreads();
-  for (int i = tid; i < P * span; i += 32 * WARPS) {
-    int j = i / span, v = i % span;
-    wu[j * (VB + 4) + v] = weight[j] * ld(p.u_ring, u_base + (i64)((r.base + j) & R1) * V + v0 + v, p.u_dtype);
-  }
+  for (int i = tid; i < P * span; i += 32 * WARPS) wu[i / span * (VB + 4) + i % span] *= weight[i / span];
   float window_sum = 0.f;
   for (int j = P - 1; j >= 0; j--) window_sum += gw[j];
   const float decay = expf(window_sum);
@@ -196,24 +237,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   const float now = expf(since), own_v = is_y ? 0.f : beta[t], own_s = is_y ? now : -beta[t] * now;
   __syncthreads();
 
-  S_::T* state = (S_::T*)p.state + slot * p.state_slot + ((i64)hv * V + v0) * K;
-  const bool vec = p.state_vec;
   bool hit_u = false, hit_s = false;
   const int row_in_group = lane / (2 * TT);
   float S[RB][4 * NKB];
-#if PREFETCH
-  float next[RB][4 * NKB];
-#pragma unroll
-  for (int b = 0; b < RB; b++) {
-    int v = warp * RB + b;
-    if (v < span)
-#pragma unroll
-      for (int kb = 0; kb < NKB; kb++) load_state(next[b] + 4 * kb, state + (i64)v * K, 128 * kb + 4 * lane, K, vec);
-    else
-#pragma unroll
-      for (int e = 0; e < 4 * NKB; e++) next[b][e] = 0.f;
-  }
-#endif
   for (int vg = warp * RB; vg < span; vg += WARPS * RB) {
 #pragma unroll
     for (int b = 0; b < RB; b++) {

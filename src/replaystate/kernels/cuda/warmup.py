@@ -30,6 +30,8 @@ def programs(
     add(launch.commit_program(), 0)
     add(upkeep.program(), 0)
     add(launch.fold_program(state_dtype, K), launch.fold_shared_bytes(K, window, V, 64))
+    if launch.fold_is_fast((K, V), window, (state_dtype, ring_dtype, ring_dtype)):
+        add(launch.fold_fast_program(state_dtype, ring_dtype, window), launch.fold_fast_shared_bytes(window, 64))
     add(launch.prefill_program(K), launch.prefill_shared_bytes(K))
     for width in widths:
         # Always: views that the fast kernel does not take, such as pools that are not aligned to 16 bytes.
