@@ -57,7 +57,7 @@ def general_step(state_dtype: torch.dtype, width: int, K: int) -> Program:
     lanes, blocks = token_lanes(width), key_blocks(K)
     prefetch = int(blocks == 1 and lanes >= 4)
     macros = (("STATE_D", DTYPE_CODES[state_dtype]), ("TT", lanes), ("NKB", blocks))
-    return Program("step_general.cu", "step_general", (*macros, ("MIN_BLOCKS", 2), ("PREFETCH", prefetch)), 256)
+    return Program("step_general.cu", "step_general", (*macros, ("MIN_BLOCKS", 2 if lanes != 4 or blocks > 1 else 3), ("PREFETCH", prefetch)), 256)
 
 
 def general_step_shared_bytes(width: int, K: int, W: int, v_block: int) -> int:

@@ -210,6 +210,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       own[lane] = -beta * factor;
       own[TT + lane] = scale * factor;
     }
+    if (TT == 16) {                                    // a lane has a column: one sum grows from token to token
+      const int t = lane % TT;
+      const float bt = __shfl_sync(FULL, beta, t);
+      float since = 0.f;
+#pragma unroll
+      for (int s = TT - 1; s >= 0; s--) {
+        const float gs = __shfl_sync(FULL, g, s), e = expf(since);
+        coef[s * 2 * TT + lane % (2 * TT)] = lane >= TT ? (s <= t ? scale * e : 0.f) : (s < t ? -bt * e : 0.f);
+        if (s <= t) since += gs;
+      }
+    } else {
 #pragma unroll
     for (int i = 0; i < TT * 2 * TT / 32; i++) {
       int e = 32 * i + lane, s = e / (2 * TT), col = e % (2 * TT), t = col % TT;
@@ -221,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       }
       since = expf(since);
       coef[e] = col >= TT ? (s <= t ? scale * since : 0.f) : (s < t ? -bt * since : 0.f);
+    }
     }
   }
   // Decay of each window row to the window's end.

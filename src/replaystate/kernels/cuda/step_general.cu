@@ -30,6 +30,20 @@ template <int HALF> __device__ __forceinline__ void halve(float* x, int lane) {
 }
 __device__ __forceinline__ float sum_lanes_of_32(float* x, int lane) { halve<16>(x, lane); return x[0]; }
 
+// N values a lane -> lane i holds the sum over lanes of value i % N.
+template <int N> __device__ __forceinline__ float sum_lanes_of(float* x, int lane) {
+  if constexpr (N < 32) {
+#pragma unroll
+    for (int d = 16; d >= N; d >>= 1)
+#pragma unroll
+      for (int i = 0; i < N; i++) x[i] += __shfl_xor_sync(FULL, x[i], d);
+  }
+  halve<N / 2>(x, lane);
+  return x[0];
+}
+// i / n for n whose inverse is 2^32 / n rounded up, i n < 2^32.
+__device__ __forceinline__ int divide(int i, u32 inverse) { return (int)__umulhi((u32)i, inverse); }
+
 __device__ __forceinline__ void load_state(float* s, const S_::T* src, int k0, int K, bool vec) {
   if (vec) {
     if (k0 < K) {
@@ -76,11 +90,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   float* g = weight + W;              // [TT] each: log-decay, beta
   float* beta = g + TT;
   __shared__ int saturated;
+  __shared__ float window_decay;
 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int vblocks = (V + VB - 1) / VB, parts = HV * vblocks;
   const int row = blockIdx.x / (u32)parts, part = blockIdx.x % (u32)parts, hv = part / vblocks, v0 = part % vblocks * VB;
   const int v1 = v0 + VB < V ? v0 + VB : V, span = v1 - v0;
+  const u32 inverse = 0xffffffffu / (u32)span + 1;
   const int group = HV / (int)p.H, h = hv / group;
   if (tid == 0) saturated = 0;
   int head, tail;
@@ -131,13 +147,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     u32 ur[8];
 #pragma unroll
     for (int m = 0; m < 8; m++) {
-      const int i = i0 + m * 32 * WARPS, j = i / span;
-      ur[m] = i < P * span ? ld_raw(p.u_ring, u_base + (i64)((r.base + j) & R1) * V + v0 + i % span, p.u_dtype) : 0;
+      const int i = i0 + m * 32 * WARPS, j = divide(i, inverse);
+      ur[m] = i < P * span ? ld_raw(p.u_ring, u_base + (i64)((r.base + j) & R1) * V + v0 + (i - divide(i, inverse) * span), p.u_dtype) : 0;
     }
 #pragma unroll
     for (int m = 0; m < 8; m++) {
       const int i = i0 + m * 32 * WARPS;
-      if (i < P * span) wu[i / span * (VB + 4) + i % span] = from_raw(ur[m], p.u_dtype);
+      if (i < P * span) wu[divide(i, inverse) * (VB + 4) + (i - divide(i, inverse) * span)] = from_raw(ur[m], p.u_dtype);
     }
   }
   for (int j = tid; j < P; j += 32 * WARPS) gw[j] = p.g_ring[g_base + ((r.base + j) & R1)];
@@ -184,17 +200,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     beta[tid] = bt;
   }
   for (int i = tid; i < TT * span; i += 32 * WARPS) {
-    int t = i / span, v = i % span;
+    int t = divide(i, inverse), v = (i - divide(i, inverse) * span);
     uy[t * (VB + 1) + v] = t < n ? ld(p.v, row * p.v_row + (tok0 + t) * p.v_tok + hv * p.v_head + (v0 + v) * p.v_elem, p.v_dtype) : 0.f;
   }
   __syncthreads();
   const int arrived = enter_row(p, r);
 
   // Decay from each window row to the window's end, as a sum of what follows it; scores of keys and queries.
-  for (int j = tid; j < P; j += 32 * WARPS) {
-    float after = 0.f;
-    for (int i = P - 1; i > j; i--) after += gw[i];
-    weight[j] = expf(after);
+  if (warp == WARPS - 1) {
+    float total = 0.f;                                 // log-decay of the rows after these 32
+    for (int j0 = (P - 1) & ~31; j0 >= 0; j0 -= 32) {
+      float from = j0 + lane < P ? gw[j0 + lane] : 0.f;
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        float other = __shfl_down_sync(FULL, from, d);
+        if (lane + d < 32) from += other;
+      }
+      const float after = __shfl_down_sync(FULL, from, 1);
+      if (j0 + lane < P) weight[j0 + lane] = expf((lane < 31 ? after : 0.f) + total);
+      total += __shfl_sync(FULL, from, 0);
+    }
+    if (lane == 0) window_decay = expf(total);
   }
   for (int j = warp; j < P + n; j += WARPS) {
     const float* key = j < P ? ring_k + j * KP : X + (j - P) * KP;
@@ -207,19 +233,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
 #pragma unroll
       for (int i = 0; i < 2 * TT; i++) s[i] += x * X[i * KP + lane + 32 * e];
     }
-    float mine = 0.f;
-#pragma unroll
-    for (int i = 0; i < 2 * TT; i++) {
-      float total = sum_lanes(s[i]);
-      if (lane == i) mine = total;
-    }
+    const float mine = sum_lanes_of<2 * TT>(s, lane);
     if (lane < 2 * TT) score[(j < P ? j : W + j - P) * 2 * TT + lane] = mine;
   }
   __syncthreads();
-  for (int i = tid; i < P * span; i += 32 * WARPS) wu[i / span * (VB + 4) + i % span] *= weight[i / span];
-  float window_sum = 0.f;
-  for (int j = P - 1; j >= 0; j--) window_sum += gw[j];
-  const float decay = expf(window_sum);
+  for (int i = tid; i < P * span; i += 32 * WARPS) wu[divide(i, inverse) * (VB + 4) + (i - divide(i, inverse) * span)] *= weight[divide(i, inverse)];
+  const float decay = window_decay;
 
   // This lane's token side and its coefficients: u or y = own + sum over s of coef[s] u_s.
   const int side = lane % (2 * TT), t = side % TT;
@@ -280,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
     const int v = vg + row_in_group;
     const bool there = v < span;
     float history = 0.f;
+#pragma unroll 4
     for (int j = 0; j < P; j++) history += score[j * 2 * TT + side] * (there ? wu[j * (VB + 4) + v] : 0.f);
     float mine = own_s * (decay * product + history);
     if (!is_y) mine += own_v * (there ? uy[t * (VB + 1) + v] : 0.f);
@@ -294,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
       for (int b = 0; b < RB; b++)
 #pragma unroll
         for (int e = 0; e < 4 * NKB; e++) S[b][e] *= decay;
+#pragma unroll 2
       for (int j = 0; j < P; j++) {
         float x[4 * NKB];
 #pragma unroll
@@ -322,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_genera
   const float u_max = dtype_max((int)p.u_dtype);
   const i64 out_base = (p.padded_out || !p.ragged ? row * p.out_row : tok0 * p.out_tok) + hv * p.out_head;
   for (int i = tid; i < n * span; i += 32 * WARPS) {
-    int token = i / span, v = i % span;
+    int token = divide(i, inverse), v = (i - divide(i, inverse) * span);
     float u = saturate(uy[token * (VB + 1) + v], u_max, hit_u);
     st(p.u_ring, u_base + (i64)((r.base + P + token) & R1) * V + v0 + v, p.u_dtype, u);
     st(p.out, out_base + token * p.out_tok + (v0 + v) * p.out_elem, p.out_dtype, uy[(TT + token) * (VB + 1) + v]);
