@@ -256,12 +256,12 @@ def main() -> int:
                     except Exception as error:
                         print(f"{work.name} B={B} {filling}: {error}")
     for r in results:
-        print(
-            f"{r.name:32s} B={r.batch:4d} {r.filling:7s} {r.us:8.2f} us {r.gb_per_s:6d} GB/s {100 * r.of_ceiling:5.1f} %"
-        )
+        speed = f"{r.gb_per_s:6d} GB/s {100 * r.of_ceiling:5.1f} %"
+        print(f"{r.name:32s} B={r.batch:4d} {r.filling:7s} {r.us:8.2f} us {speed}")
     if options.json:
         record = {
-            "command": " ".join(sys.argv), "device": device, "torch": torch.__version__, "python": platform.python_version(),
+            "command": " ".join(sys.argv), "device": device, "torch": torch.__version__,
+            "python": platform.python_version(),
             "copy_gb_per_s": round(ceiling), "results": [asdict(r) for r in results],
         }  # fmt: skip
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,6 @@
-"""A reduced run of every kernel for compute-sanitizer: `compute-sanitizer --tool memcheck python benchmarks/sanitize.py`.
+"""A reduced run of every kernel for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --report-api-errors no python benchmarks/sanitize.py
 
 Small pools, every kernel once or twice, no torch work worth mentioning beside them.
 """

@@ -81,11 +81,11 @@ class Audit:
             self._shadows[key] = _Shadow(self._cache.state(layer, slot)[0])
         return self._shadows[key]
 
-    def forget(self, slots: list[int]) -> None:
-        """The slots were reset or loaded: start again from what the cache then holds."""
-        for layer in range(self._cache.num_layers):
+    def forget(self, slots: list[int], layer: int | None = None) -> None:
+        """The slots were reset or loaded (in one layer, or in all): start again from what the cache then holds."""
+        for index in range(self._cache.num_layers) if layer is None else (layer,):
             for slot in slots:
-                self._shadows.pop((layer, slot), None)
+                self._shadows.pop((index, slot), None)
 
     def before_step(self, layer: int, slots: list[int]) -> None:
         """A step is about to run: shadows that do not exist yet start from the state before it."""

@@ -329,11 +329,11 @@ class ReplayCache:
         """The current states S_P of a layer, float32 [n, HV, V, K]; a fresh tensor.
 
         Raises:
-            ProtocolError, DeadSlotError: (host values) a step is pending, or the slot is dead.
+            ProtocolError, DeadSlotError: (host values) a step of this layer is pending, or the slot is dead.
         """
         layer = self._layer("state", layer)
         where = self._slots("state", "slots", slots, distinct=False)
-        self._require_alive("state", where)
+        self._require_alive("state", where, layer)
         u, k, g = self.rings(layer)
         result: Tensor = torch.ops.replaystate.read_state(
             self._states[layer], u, k, g, where, self.ring_start, self.num_committed, self.window, self._null, "auto"
@@ -349,18 +349,19 @@ class ReplayCache:
             state: [n, HV, V, K], any float dtype; values outside the state dtype's range are saturated and flagged.
 
         Raises:
-            ProtocolError: (host values) a window is not empty, or a step is pending. DeadSlotError: a dead slot.
+            ProtocolError: (host values) a window is not empty, or a step of this layer is pending.
+            DeadSlotError: (host values) a dead slot.
         """
         fn = "load_state"
         layer = self._layer(fn, layer)
         where = self._slots(fn, "slots", slots)
         _, HV, K, V = self.shape.sizes
         check_tensor(fn, "state", state, [where.shape[0], HV, V, K], (*FLOAT_DTYPES, torch.float64), self.device)
-        self._require_alive(fn, where)
+        self._require_alive(fn, where, layer)
         if self._upkeep is not None:
             self._upkeep.load_state(self, layer, where, state)
             if self.audit is not None:
-                self.audit.forget(where[self._real(where)].tolist())
+                self.audit.forget(where[self._real(where)].tolist(), layer)
             return
         keep = self._real(where)
         where, state = where[keep], state.detach()[keep]
@@ -376,7 +377,7 @@ class ReplayCache:
         self._states[layer][where] = stored
         flag(self.status, where, saturated, SlotStatus.STATE_SATURATED)
         if self.audit is not None:
-            self.audit.forget(where.tolist())
+            self.audit.forget(where.tolist(), layer)
 
     def flush(self, slots: Indices) -> None:
         """Fold the whole window of the slots now, in all layers: ring_start += P (mod R), P = 0.
@@ -592,10 +593,11 @@ class ReplayCache:
         """Which entries name a real slot: inside the pool, not negative, not the null slot."""
         return (slots >= 0) & (slots < self.num_slots) & (slots != self._null)
 
-    def _require_alive(self, fn: str, slots: Tensor) -> None:
-        """Host side: none of the slots has a step pending or is dead."""
+    def _require_alive(self, fn: str, slots: Tensor, layer: int | None = None) -> None:
+        """Host side: none of the slots is dead, or has a step pending (in one layer, or in any)."""
         if self._on_host():
-            check_alive(fn, slots[self._real(slots)].tolist(), self._step_records, self.status)
+            records = self._step_records if layer is None else self._step_records[:, layer : layer + 1]
+            check_alive(fn, slots[self._real(slots)].tolist(), records, self.status)
 
     def _need_host(self, fn: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .cache import ReplayCache
 from .checks import Indices, as_index_tensor
-from .errors import ArgumentError, DTypeError, ProtocolError
+from .errors import ArgumentError, DTypeError, ProtocolError, SlotStatus
 from .shapes import GDNShape, require_int
 
 
@@ -133,9 +133,9 @@ def _audit_rows(
     rows = [
         (slot, (bounds[i], bounds[i + 1])) for i, slot in enumerate(slots.tolist()) if real[i] and i + 1 < len(bounds)
     ]
-    fresh = [slot for slot, _ in rows if not bool(cache._step_records[slot].any())]
+    fresh = [slot for slot, _ in rows if not int(cache._step_records[slot, layer])]
     if cache.audit is not None:
-        cache.audit.before_step(layer, [slot for slot in fresh if not int(cache.status[slot])])
+        cache.audit.before_step(layer, [slot for slot in fresh if not int(cache.status[slot]) & SlotStatus.DEAD])
     return rows
 
 

@@ -205,7 +205,8 @@ def test_kernel_level(dtypes: tuple[torch.dtype, ...], width: int) -> None:
         )
         out = torch.full((5, width, HV, V), 7.0, dtype=io, device=device)
         gated_delta_rule_mtp_ucache_flush(
-            A_log.to(device), a.to(device), dt_bias.to(device), q=q.to(device), k=k.to(device), v=v.to(device), b=b.to(device),
+            A_log.to(device), a.to(device), dt_bias.to(device), q=q.to(device), k=k.to(device), v=v.to(device),
+            b=b.to(device),
             initial_state_source=state, initial_state_indices=torch.tensor(rows, dtype=torch.int32, device=device),
             output=out, k_cache=kr, u_cache=u, g_cache=g, hist_len=hist, cache_base=base,
         )  # fmt: skip

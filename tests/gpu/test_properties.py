@@ -335,7 +335,7 @@ def test_gate_extremes(kind: tuple[torch.dtype, ...], A_log: float, a: float) ->
     [(io, s, r) for io in (BF16, F16, F32) for s, r in ((F16, F16), (BF16, BF16), (F16, BF16), (F32, F32), (F32, F16))],
 )
 def test_error_against_float64(kind: tuple[torch.dtype, ...], width: int) -> None:
-    """At most twice the error of plain torch in the same dtypes, plus a small floor; fp32 throughout stays below 1e-5."""
+    """At most twice the error of plain torch in the same dtypes, plus a small floor; all fp32 stays below 1e-5."""
     io, state_dtype, ring_dtype = kind
     pair = Pair(SHAPE, 1, 6, window=16, max_query_len=width, state_dtype=state_dtype, ring_dtype=ring_dtype)
     pair.fill(seed=3)

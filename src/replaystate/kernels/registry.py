@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -167,8 +167,8 @@ class Backend(Protocol):
 def fused(backend: Backend, op: str) -> Any:
     """The backend's own form of a whole op, cursors and all, or None where it leaves them to the op.
 
-    A device backend has `materialize`, `flush`, `prefix_materialize`, `read_slots`, `adapter_step`, `upkeep` and `warmup`,
-    so that no call waits for the host.
+    A device backend has `materialize`, `flush`, `prefix_materialize`, `read_slots`, `adapter_step`, `upkeep` and
+    `warmup`, so that no call waits for the host.
     """
     return getattr(backend, op, None)
 
@@ -186,7 +186,7 @@ class BackendInfo:
         return self.reason is None
 
 
-BY_PREFERENCE: tuple[Backend, ...] = (cuda, torch_backend)
+BY_PREFERENCE: tuple[Backend, ...] = (cast("Backend", cuda), torch_backend)
 
 
 def backends() -> list[BackendInfo]:

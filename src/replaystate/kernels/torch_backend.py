@@ -195,10 +195,11 @@ def _advance(
         flag(status, slots, hit, SlotStatus.RING_SATURATED)
 
     folding = (count >= fold_at).nonzero().squeeze(1)
-    folded, saturated = saturate(_fold(S[folding], _Rows(*(x[folding] for x in rows))), state.dtype)
-    state[slots[folding]] = folded
-    if status is not None:
-        flag(status, slots[folding], saturated, SlotStatus.STATE_SATURATED)
+    if folding.numel():
+        folded, saturated = saturate(_fold(S[folding], _Rows(*(x[folding] for x in rows))), state.dtype)
+        state[slots[folding]] = folded
+        if status is not None:
+            flag(status, slots[folding], saturated, SlotStatus.STATE_SATURATED)
     return y
 
 

@@ -1,7 +1,7 @@
 """Backend "cuda": every op as one CUDA kernel, compiled at run time for the GPU at hand.
 
-No call waits for the host, allocates memory that the caller gave, or keeps scratch between calls, so each can be captured
-in a CUDA graph once its kernels are compiled (`ReplayCache.warmup`). A row's bits do not depend on the batch.
+No call waits for the host, allocates where the caller gave memory, or keeps scratch between calls, so each can be
+captured in a CUDA graph once its kernels are compiled (`ReplayCache.warmup`). A row's bits do not depend on the batch.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ def launch(program: Program, device: int, blocks: int, shared_bytes: int, argume
     kernel = load(program, device, shared_bytes)
     held = ctypes.create_string_buffer(arguments, len(arguments))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
-    stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    error: Any = 0
     for attempt in range(2):
         (error,) = _driver().cuLaunchKernel(
             kernel[0], blocks, rows, 1, program.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0

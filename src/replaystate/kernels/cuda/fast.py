@@ -1,7 +1,8 @@
 """Which of the tensor-core step kernels runs a call, if any; the general one runs the rest.
 
-A variant is the kernel's compile-time constants. `nhv` value heads share a block, and `vs` blocks share their values; the
-choice among these by batch (`tuning.json`, or a user's own table) changes the time only, never a bit of the result.
+A variant is the kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a
+warp has `cpw` tiles of 32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the
+time only, never a bit of the result.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Variant(NamedTuple):
         """What to compile."""
         macros = (
             ("STATE_D", _CODES[self.state]), ("IO_D", _CODES[self.io]), ("RING_D", _CODES[self.ring]),
-            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw), ("VEC", int(self.vec)), ("PLAIN", int(self.plain)),
-            ("MIN_BLOCKS", self.resident),
+            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw),
+            ("VEC", int(self.vec)), ("PLAIN", int(self.plain)), ("MIN_BLOCKS", self.resident),
         )  # fmt: skip
         return Program("mma.cuh+step_fast.cu", "step_fast", macros, 32 * self.warps)
 
@@ -94,7 +95,7 @@ SHIPPED = tuple(
 
 @functools.cache
 def _table() -> dict[str, list[list[int]]]:
-    """arch -> rows of [most value heads in the batch, nhv, vs, cpw], by ascending size; the user's table, if any, first."""
+    """arch -> rows of [most value heads in the batch, nhv, vs, cpw] by ascending size; a user's table goes first."""
     shipped: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "tuning.json").read_text())
     user = Path(os.environ.get("REPLAYSTATE_TUNING", compiler.cache_dir() / "tuning.json"))
     if user.is_file():

@@ -31,7 +31,7 @@ _FOLD = struct.Struct(f"<{11 + 6 + 10 + 18 + 8 * MAX_LAYERS}q")
 def _properties(device: int) -> tuple[int, int]:
     """(multiprocessors, shared memory that a block may have)."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    return properties.multi_processor_count, int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009
 
 
 def shared_limit() -> int:
@@ -55,9 +55,10 @@ def key_blocks(K: int) -> int:
 def general_step(state_dtype: torch.dtype, width: int, K: int) -> Program:
     """The step kernel for any sizes and dtypes."""
     lanes, blocks = token_lanes(width), key_blocks(K)
-    prefetch = int(blocks == 1 and lanes >= 4)
+    small = blocks == 1 and lanes == 4
+    tuned = ("MIN_BLOCKS", 3 if small else 2), ("PREFETCH", int(blocks == 1 and lanes >= 4))
     macros = (("STATE_D", DTYPE_CODES[state_dtype]), ("TT", lanes), ("NKB", blocks))
-    return Program("step_general.cu", "step_general", (*macros, ("MIN_BLOCKS", 2 if lanes != 4 or blocks > 1 else 3), ("PREFETCH", prefetch)), 256)
+    return Program("step_general.cu", "step_general", (*macros, *tuned), 256)
 
 
 def general_step_shared_bytes(width: int, K: int, W: int, v_block: int) -> int:
@@ -199,12 +200,18 @@ MATERIALIZE, FLUSH, READ, PREFIX = range(4)
 
 def fold_program(state_dtype: torch.dtype, K: int) -> Program:
     """The kernel behind materialize, flush, read_state and prefix_materialize."""
-    return Program("fold_rows.cuh+fold.cu", "fold_slots", (("STATE_D", DTYPE_CODES[state_dtype]), ("NKB", key_blocks(K))), 256)
+    return Program(
+        "fold_rows.cuh+fold.cu", "fold_slots", (("STATE_D", DTYPE_CODES[state_dtype]), ("NKB", key_blocks(K))), 256
+    )
 
 
 def fold_fast_program(state_dtype: torch.dtype, ring_dtype: torch.dtype, W: int) -> Program:
     """The fold on the tensor cores: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
-    macros = (("STATE_D", DTYPE_CODES[state_dtype]), ("RING_D", DTYPE_CODES[ring_dtype]), ("WIN", 16 if W <= 16 else 32))
+    macros = (
+        ("STATE_D", DTYPE_CODES[state_dtype]),
+        ("RING_D", DTYPE_CODES[ring_dtype]),
+        ("WIN", 16 if W <= 16 else 32),
+    )
     return Program("mma.cuh+fold_rows.cuh+fold_fast.cu", "fold_fast", macros, 256)
 
 
@@ -267,7 +274,8 @@ def fold(
         for begin in range(0, rows, MAX_ROWS):
             at = slice(begin, begin + MAX_ROWS)
             fold(
-                mode, states, u_rings, k_rings, g_rings, src[at], *(None if x is None else x[at] for x in (dst, start, count)),
+                mode, states, u_rings, k_rings, g_rings, src[at],
+                *(None if x is None else x[at] for x in (dst, start, count)),
                 ring_start=ring_start, num_committed=num_committed, step_records=step_records, status=status,
                 out=None if out is None else out[at], window=window, null_slot=null_slot,
             )  # fmt: skip
@@ -278,8 +286,12 @@ def fold(
     blocks = min(2 * multiprocessors, work * -(-V // v_block))
     size = states[0].element_size()
     quick = mode != READ and fold_is_fast((K, V), window, (states[0].dtype, u_rings[0].dtype, k_rings[0].dtype))
-    quick = quick and R & (R - 1) == 0 and all(
-        x.data_ptr() % 16 == 0 and (num_slots == 1 or x.stride(0) % 8 == 0) for x in (*states, *u_rings, *k_rings)
+    quick = (
+        quick
+        and R & (R - 1) == 0
+        and all(
+            x.data_ptr() % 16 == 0 and (num_slots == 1 or x.stride(0) % 8 == 0) for x in (*states, *u_rings, *k_rings)
+        )
     )
     if quick:
         blocks = min(2 * multiprocessors, -(-work * 4 // 8))

@@ -1,0 +1,8 @@
+"""`python -m replaystate` is the command `replaystate`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
