@@ -95,7 +95,7 @@ SHIPPED = tuple(
 
 @functools.cache
 def _table() -> dict[str, list[list[int]]]:
-    """arch -> rows of [most value heads in the batch, nhv, vs, cpw] by ascending size; a user's table goes first."""
+    """Architecture, with or without token lanes -> rows of [most value heads in the batch, nhv, vs, cpw] by ascending size; a user's table goes first."""
     shipped: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "tuning.json").read_text())
     user = Path(os.environ.get("REPLAYSTATE_TUNING", compiler.cache_dir() / "tuning.json"))
     if user.is_file():
@@ -103,11 +103,17 @@ def _table() -> dict[str, list[list[int]]]:
     return shipped
 
 
-@functools.lru_cache(maxsize=4096)
-def split(arch: str, batch_heads: int, group: int) -> tuple[int, int, int]:
-    """(nhv, vs, cpw) for a batch of so many value heads, `group` of them to a key head."""
+def _rows(arch: str, lanes: int) -> list[list[int]]:
+    """The rows for an architecture ("sm_90", or "sm_90/16" for 16 token lanes), else the default ones."""
     table = _table()
-    rows = table.get(arch) or table["default"]
+    names = (f"{arch}/{lanes}", arch, f"default/{lanes}", "default")
+    return next(table[name] for name in names if name in table)
+
+
+@functools.lru_cache(maxsize=4096)
+def split(arch: str, lanes: int, batch_heads: int, group: int) -> tuple[int, int, int]:
+    """(nhv, vs, cpw) for a batch of so many value heads, `group` of them to a key head."""
+    rows = _rows(arch, lanes)
     nhv, vs, cpw = next(row[1:] for row in rows if batch_heads <= row[0] or row[0] < 0)
     return (nhv if group % nhv == 0 else 1), vs, cpw
 
@@ -118,8 +124,7 @@ def variants_for(
     """Every variant that steps of this kind may use on an architecture: what a warm-up compiles."""
     if not {state, io, ring} <= set(_CODES) or W > 32 or width > 16:
         return []
-    table = _table()
-    rows = table.get(arch) or table["default"]
+    rows = _rows(arch, _lanes(width))
     splits = sorted({((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows})
     kind = (state, io, ring, _lanes(width), 16 if W <= 16 else 32)
     rare = [Variant(*kind, *RARE_SPLIT, vec, plain) for vec, plain in ((True, False), (False, True), (False, False))]
@@ -160,7 +165,7 @@ def choose(
     if max(state.stride(0), u_ring.stride(0), k_ring.stride(0), *(s for x in operands for s in x.strides)) >= 1 << 31:
         return None
     arch = compiler.architecture(device)
-    nhv, vs, cpw = split(arch, B * HV, HV // H)
+    nhv, vs, cpw = split(arch, _lanes(width), B * HV, HV // H)
     vector = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
     if not (vector and plain):
         # Rare forms are not tuned: one split keeps the number of compiled kernels small. The bits are the same.
