@@ -95,7 +95,10 @@ SHIPPED = tuple(
 
 @functools.cache
 def _table() -> dict[str, list[list[int]]]:
-    """Architecture, with or without token lanes -> rows of [most value heads in the batch, nhv, vs, cpw] by ascending size; a user's table goes first."""
+    """Architecture, with or without token lanes -> rows of [most value heads in the batch, nhv, vs, cpw], ascending.
+
+    A user's table goes first: $REPLAYSTATE_TUNING, else tuning.json beside the compiled kernels.
+    """
     shipped: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "tuning.json").read_text())
     user = Path(os.environ.get("REPLAYSTATE_TUNING", compiler.cache_dir() / "tuning.json"))
     if user.is_file():
