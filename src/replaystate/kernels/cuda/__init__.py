@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...shapes import flush_min as _flush_min
 from . import compiler, launch, upkeep
-from .warmup import warmup
+from .programs import compile_for, warmup
 
 if TYPE_CHECKING:
     from ..registry import Call
 
 NAME = "cuda"
 
-__all__ = ["NAME", "supports", "upkeep", "usable", "warmup"]
+__all__ = ["NAME", "compile_for", "supports", "upkeep", "usable", "warmup"]
 
 
 def usable() -> str | None:
