@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import AuditError
-from .reference import gates, normalize, split_qkv
+from .reference import gates, normalize, split_qkv, window_of
 
 if TYPE_CHECKING:
     from .cache import ReplayCache
@@ -26,10 +26,20 @@ rounding alone makes in thousands of tokens (contract section 9), and far below 
 
 
 class _Token(NamedTuple):
+    """A token by its inputs: the recurrence finds its correction."""
+
     k: Tensor  # [HV, K] normalised, repeated to value heads
     v: Tensor  # [HV, V]
     g: Tensor  # [HV]
     beta: Tensor  # [HV]
+
+
+class _Row(NamedTuple):
+    """A token that was in the window before the audit began: only its ring row is known."""
+
+    k: Tensor  # [HV, K]
+    u: Tensor  # [HV, V]
+    g: Tensor  # [HV]
 
 
 class _Shadow:
@@ -37,7 +47,7 @@ class _Shadow:
 
     def __init__(self, base: Tensor) -> None:
         self.base = base
-        self.tokens: list[_Token] = []
+        self.tokens: list[_Token | _Row] = []
         self.pending: list[_Token] = []
 
     def state(self, count: int | None = None) -> Tensor:
@@ -57,9 +67,12 @@ class _Shadow:
         return other
 
 
-def _advance(S: Tensor, token: _Token) -> Tensor:
+def _advance(S: Tensor, token: _Token | _Row) -> Tensor:
     S = torch.exp(token.g)[:, None, None] * S
-    u = token.beta[:, None] * (token.v - (S * token.k[:, None, :]).sum(-1))
+    if isinstance(token, _Row):
+        u = token.u
+    else:
+        u = token.beta[:, None] * (token.v - (S * token.k[:, None, :]).sum(-1))
     return S + u[:, :, None] * token.k[:, None, :]
 
 
@@ -73,13 +86,29 @@ class Audit:
     def __init__(self, cache: ReplayCache) -> None:
         self._cache = cache
         self._tolerance = max(TOLERANCE[cache.state_dtype], TOLERANCE[cache.ring_dtype])
+        # What is this small is rounded to the dtype's subnormals, whose relative error has no bound.
+        H, HV, K, V = cache.shape.sizes
+        self._floor = (HV * K * V) ** 0.5 * torch.finfo(cache.state_dtype).tiny
         self._shadows: dict[tuple[int, int], _Shadow] = {}
 
     def _shadow(self, layer: int, slot: int) -> _Shadow:
+        """The shadow of a slot; one that does not exist yet starts from what the cache holds now."""
         key = (layer, slot)
         if key not in self._shadows:
-            self._shadows[key] = _Shadow(self._cache.state(layer, slot)[0])
+            cache = self._cache
+            u, k, g = (ring[slot].float() for ring in cache.rings(layer))
+            window = window_of(u, k, g, int(cache.ring_start[slot]), int(cache.num_committed[slot]))
+            shadow = _Shadow(cache.checkpoint(layer)[slot].float().clone())
+            keys = window.k.repeat_interleave(cache.shape.heads_per_key, dim=1)
+            shadow.tokens = [_Row(*row) for row in zip(keys, window.u, window.g, strict=True)]
+            self._shadows[key] = shadow
         return self._shadows[key]
+
+    def watch(self, slots: list[int]) -> None:
+        """Something is about to change these slots: their shadows begin before it."""
+        for layer in range(self._cache.num_layers):
+            for slot in slots:
+                self._shadow(layer, slot)
 
     def forget(self, slots: list[int], layer: int | None = None) -> None:
         """The slots were reset or loaded (in one layer, or in all): start again from what the cache then holds."""
@@ -161,7 +190,7 @@ class Audit:
             for slot in slots:
                 shadow = self._shadow(layer, slot).state()
                 replayed = self._cache.state(layer, slot)[0]
-                error = float((replayed - shadow).norm() / shadow.norm().clamp(min=1e-6))
+                error = float((replayed - shadow).norm() / (shadow.norm() + self._floor))
                 both_nan = bool(shadow.isnan().any()) and bool(
                     replayed.isnan().any()
                 )  # a NaN input is not ours to judge

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .export import pack_slot, unpack_slot
 from .kernels import Call, fused, select
-from .ops import check_alive  # importing ops registers torch.ops.replaystate
+from .ops import check_alive, usable  # importing ops registers torch.ops.replaystate
 from .pool import Pool, default_ring_dtype, wrap_pool, zero_pool
 from .shapes import GDNShape, check_window, require_int
 
@@ -310,7 +310,7 @@ class ReplayCache:
         """
         self._need_host("check")
         where = (
-            torch.arange(self.num_slots)
+            torch.arange(self.num_slots, device="cpu")
             if slots is None
             else self._slots("check", "slots", slots, distinct=False).cpu()
         )
@@ -371,9 +371,10 @@ class ReplayCache:
                     raise ProtocolError(
                         f"{fn}: slot {slot} has a live window of {live} tokens: flush or reset it first"
                     )
-        blocked = self.num_committed[where] != 0
-        flag(self.status, where, blocked, SlotStatus.WINDOW_NOT_EMPTY)
-        where, (stored, saturated) = where[~blocked], saturate(state[~blocked], self.state_dtype)
+        empty = self.num_committed[where] == 0
+        flag(self.status, where, ~empty, SlotStatus.WINDOW_NOT_EMPTY)
+        keep = empty & usable(where, self._step_records[:, layer : layer + 1], self.status)
+        where, (stored, saturated) = where[keep], saturate(state[keep], self.state_dtype)
         self._states[layer][where] = stored
         flag(self.status, where, saturated, SlotStatus.STATE_SATURATED)
         if self.audit is not None:
@@ -386,6 +387,9 @@ class ReplayCache:
             ProtocolError, DeadSlotError: (host values) a step is pending, or the slot is dead.
         """
         where = self._slots("flush", "slots", slots)
+        if self.audit is not None:
+            self._require_alive("flush", where)
+            self.audit.watch(where[self._real(where)].tolist())
         torch.ops.replaystate.flush(
             self._states, self._u_rings, self._k_rings, self._g_rings, where, self.ring_start, self.num_committed,
             self._step_records, self.status, self.window, self._null, "auto",
@@ -461,6 +465,10 @@ class ReplayCache:
             for slot, count, live in zip(where.tolist(), counts.tolist(), lengths, strict=True):
                 if not 0 <= count <= live:
                     raise ArgumentError(f"{fn}: num_tokens: slot {slot}: expected 0..{live} (its window), got {count}")
+        if self.audit is not None:
+            self.audit.watch(where.tolist())
+        alive = usable(where, self._step_records, self.status)
+        where, counts = where[alive], counts[alive]
         held = self.num_committed[where].long()
         bad = (counts < 0) | (counts > held)
         flag(self.status, where, bad, SlotStatus.BAD_COUNT)
@@ -492,6 +500,9 @@ class ReplayCache:
         counts = as_index_tensor(fn, "count", count, self.device)
         if isinstance(count, int):
             counts = counts.expand(src.shape[0])
+        if self.audit is not None:
+            self._require_alive(fn, src)
+            self.audit.watch(src[self._real(src)].tolist())
         torch.ops.replaystate.materialize(
             self._states, self._u_rings, self._k_rings, self._g_rings, src, dst, counts, self.ring_start,
             self.num_committed, self._step_records, self.status, self.window, self._null, "auto",
@@ -524,6 +535,11 @@ class ReplayCache:
             return
         real = self._real(sources) & self._real(targets)
         sources, targets = sources[real], targets[real]
+        if self.audit is not None:
+            self.audit.watch(sources.tolist())
+        alive = usable(sources, self._step_records, self.status)
+        flag(self.status, targets, ~alive, SlotStatus.DEAD)  # whoever continues from dst must learn that nothing came
+        sources, targets = sources[alive], targets[alive]
         words = (self.ring_start, self.num_committed, self.status)
         for x in (*self._states, *self._u_rings, *self._k_rings, *self._g_rings, *words):
             x[targets] = x[sources]
@@ -597,7 +613,9 @@ class ReplayCache:
         """Host side: none of the slots is dead, or has a step pending (in one layer, or in any)."""
         if self._on_host():
             records = self._step_records if layer is None else self._step_records[:, layer : layer + 1]
-            check_alive(fn, slots[self._real(slots)].tolist(), records, self.status)
+            live = slots[self._real(slots)].tolist()
+            cursors = (self.ring_start, self.num_committed)
+            check_alive(fn, live, records, self.status, *cursors, self.ring_slots, self.window)
 
     def _need_host(self, fn: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -78,8 +78,34 @@ def check_no_overlap(fn: str, name: str, x: Tensor, others: dict[str, Tensor]) -
     begin, end = byte_range(x)
     for other_name, other in others.items():
         other_begin, other_end = byte_range(other)
-        if begin < other_end and other_begin < end:
+        if begin < other_end and other_begin < end and not _between_rows(x, other):
             raise ArgumentError(f"{fn}: {name}: expected no overlap with {other_name}, but they share memory")
+
+
+def _between_rows(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with one row stride lie beside each other in every row, e.g. columns of one buffer."""
+    if x.dim() == 0 or other.dim() == 0:
+        return False
+    stride = x.stride(0) * x.element_size()
+    if stride <= 0 or stride != other.stride(0) * other.element_size():
+        return False
+    (begin, end), (other_begin, other_end) = byte_range(x[0]), byte_range(other[0])
+    at = (other_begin - begin) % stride
+    return end - begin <= at and at + other_end - other_begin <= stride
+
+
+def check_rows(fn: str, name: str, x: Tensor) -> None:
+    """An output: rows may be strided, each is dense and none overlaps another."""
+    if x.shape[0] and (not x[0].is_contiguous() or (x.shape[0] > 1 and x.stride(0) < x[0].numel())):
+        raise ShapeError(f"{fn}: {name}: expected dense rows that do not overlap, got strides {list(x.stride())}")
+
+
+def check_options(fn: str, scale: object, backend: object) -> None:
+    """scale is None or a number, backend a name."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise DTypeError(f"{fn}: scale: expected a float or None, got {type(scale).__name__}")
+    if not isinstance(backend, str):
+        raise DTypeError(f"{fn}: backend: expected a name, got {type(backend).__name__}")
 
 
 def as_index_tensor(fn: str, name: str, value: Indices, device: torch.device) -> Tensor:
@@ -107,16 +133,18 @@ def as_index_tensor(fn: str, name: str, value: Indices, device: torch.device) ->
 
 
 def flag(status: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:
-    """Set a status bit of the slots whose row was hit; the slots are distinct."""
-    status[slots] = status[slots] | torch.where(hit, int(bit), 0).to(status.dtype)
+    """Set a status bit of the slots whose row was hit; a slot may be named by several rows."""
+    where = slots[hit]
+    status[where] = status[where] | int(bit)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x in dtype, saturated to its finite range; which leading rows were saturated). NaN stays NaN."""
-    if dtype == torch.float32 and x.dtype != torch.float64:
-        return x.to(dtype), torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+    wide = x if x.dtype == torch.float64 else x.float()
+    if wide.dtype == dtype:
+        return wide, torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype), (x.abs() > limit).flatten(1).any(1)
+    return wide.clamp(-limit, limit).to(dtype), (wide.abs() > limit).flatten(1).any(1)
 
 
 def check_slots(fn: str, name: str, slots: Sequence[int], num_slots: int, null_slot: int | None) -> None:

@@ -39,11 +39,11 @@ def pack_slot(cache: ReplayCache, slot: int) -> dict[str, Tensor]:
     layers = range(cache.num_layers)
     rings = [cache.rings(layer) for layer in layers]
     return {
-        "format_version": torch.tensor(FORMAT_VERSION),
-        "sizes": torch.tensor([cache.num_layers, *cache.shape.sizes]),
-        "window": torch.tensor(cache.window),
-        "ring_start": torch.tensor(start),
-        "status": torch.tensor(int(cache.status[slot])),
+        "format_version": torch.tensor(FORMAT_VERSION, dtype=torch.int64, device="cpu"),
+        "sizes": torch.tensor([cache.num_layers, *cache.shape.sizes], dtype=torch.int64, device="cpu"),
+        "window": torch.tensor(cache.window, dtype=torch.int64, device="cpu"),
+        "ring_start": torch.tensor(start, dtype=torch.int64, device="cpu"),
+        "status": torch.tensor(int(cache.status[slot]), dtype=torch.int64, device="cpu"),
         "checkpoint": torch.stack([cache.checkpoint(layer)[slot] for layer in layers]).cpu(),
         "k": torch.stack([k[slot][:, rows] for _, k, _ in rings]).cpu(),
         "u": torch.stack([u[slot][:, rows] for u, _, _ in rings]).cpu(),
@@ -82,8 +82,11 @@ def _check(cache: ReplayCache, exported: dict[str, Tensor]) -> tuple[int, int]:
     if not isinstance(exported, dict):
         raise FormatError(f"{fn}: exported: expected the dict that export gave, got {type(exported).__name__}")
     for name in names:
-        if not isinstance(exported.get(name), Tensor):
-            raise FormatError(f"{fn}: exported: expected a tensor {name!r}, got {type(exported.get(name)).__name__}")
+        x = exported.get(name)
+        if not isinstance(x, Tensor):
+            raise FormatError(f"{fn}: exported: expected a tensor {name!r}, got {type(x).__name__}")
+        if x.is_meta:
+            raise FormatError(f"{fn}: {name}: expected a tensor with data, got one on the meta device")
     unknown = sorted(set(exported) - set(names))
     if unknown:
         raise FormatError(f"{fn}: exported: unknown entries {unknown}")
@@ -97,11 +100,15 @@ def _check(cache: ReplayCache, exported: dict[str, Tensor]) -> tuple[int, int]:
 
     if number("format_version") != FORMAT_VERSION:
         raise FormatError(f"{fn}: format_version: expected {FORMAT_VERSION}, got {number('format_version')}")
+    if exported["sizes"].dtype != torch.int64:
+        raise FormatError(f"{fn}: sizes: expected int64, got {dtype_name(exported['sizes'].dtype)}")
     sizes = exported["sizes"].tolist()
     if sizes != [L, H, HV, K, V]:
         raise FormatError(f"{fn}: sizes (layers, H, HV, K, V): expected {[L, H, HV, K, V]}, got {sizes}")
     if number("window") != cache.window:
         raise FormatError(f"{fn}: window: expected {cache.window}, got {number('window')}")
+    if exported["g"].dim() != 3:
+        raise FormatError(f"{fn}: g: expected [{L}, {HV}, P], got {list(exported['g'].shape)}")
     start, count = number("ring_start"), exported["g"].shape[-1]
     if not 0 <= start < cache.ring_slots or count > cache.window:
         raise FormatError(

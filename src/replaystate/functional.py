@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from .cache import ReplayCache
-from .checks import Indices, as_index_tensor
+from .checks import Indices, as_index_tensor, check_options
 from .errors import ArgumentError, DTypeError, ProtocolError, SlotStatus
 from .shapes import GDNShape, require_int
 
@@ -94,7 +96,8 @@ def replay_step(
     """
     fn = "replay_step"
     _check_tensors(fn, {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias})
-    _check_tensors(fn, {"query_start_loc": query_start_loc})
+    _check_tensors(fn, {"query_start_loc": query_start_loc} | ({} if out is None else {"out": out}))
+    check_options(fn, scale, backend)
     if not isinstance(cache, ReplayCache):
         raise DTypeError(f"{fn}: cache: expected a ReplayCache, got {type(cache).__name__}")
     u_ring, k_ring, g_ring = cache.rings(layer)
@@ -189,6 +192,8 @@ def gated_delta_rule(
     fn = "gated_delta_rule"
     _check_tensors(fn, {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias})
     _check_tensors(fn, {"query_start_loc": query_start_loc})
+    _check_tensors(fn, {} if initial_state is None else {"initial_state": initial_state})
+    check_options(fn, scale, backend)
     if not isinstance(shape, GDNShape):
         raise DTypeError(f"{fn}: shape: expected a GDNShape, got {type(shape).__name__}")
     out, final_state = torch.ops.replaystate.gated_delta_rule(
@@ -198,7 +203,7 @@ def gated_delta_rule(
     return out, final_state
 
 
-def _check_tensors(fn: str, arguments: dict[str, object]) -> None:
+def _check_tensors(fn: str, arguments: Mapping[str, object]) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise DTypeError(f"{fn}: {name}: expected a tensor, got {type(x).__name__}")

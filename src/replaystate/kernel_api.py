@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops as _ops  # noqa: F401  registers torch.ops.replaystate
-from .checks import check_tensor
+from .checks import check_options, check_tensor
 from .errors import ArgumentError, DTypeError, GLayoutError, ShapeError
 
 GLayout = Literal["per_token", "cumulative"]
@@ -94,6 +94,7 @@ def gated_delta_rule_mtp_ucache_flush(
         )
     if use_qk_l2norm_in_kernel is not True:
         raise ArgumentError(f"{fn}: use_qk_l2norm_in_kernel: expected True, got {use_qk_l2norm_in_kernel!r}")
+    check_options(fn, scale, backend)
     given = _require(
         fn,
         {"A_log": A_log, "a": a, "dt_bias": dt_bias, "q": q, "k": k, "v": v, "b": b}

@@ -208,7 +208,7 @@ def pack_replayssm_rows(
     begin = query_start_loc[:-1, None]
     real = offsets < query_start_loc[1:, None] - begin
     packed = values[torch.where(real, begin + offsets, 0).clamp(0, tokens - 1).long()]
-    return torch.where(real.view(rows, executed_width, *(1 for _ in rest)), packed, padding_value)
+    return packed.masked_fill(~real.view(rows, executed_width, *(1 for _ in rest)), padding_value)
 
 
 def _uniform_rows(values: Tensor, allow_strided_rows: bool) -> Tensor:
@@ -303,6 +303,8 @@ def run_gdn_replayssm(
     tokens, device = mixed_qkv.shape[0], mixed_qkv.device
     for name, x in (("a", a), ("b", b)):
         check_tensor(fn, name, x, [tokens, HV], FLOAT_DTYPES, device)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check_tensor(fn, name, x, [HV], FLOAT_DTYPES, device)
     check_tensor(fn, "checkpoint_state", checkpoint_state, ["pool", HV, V, K], FLOAT_DTYPES, device)
     pool = checkpoint_state.shape[0]
     if len(replayssm_cache) != 3:

@@ -131,7 +131,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, r
     wide_g = g.to(_wide(g.device))
     whole = torch.zeros_like(wide_g[:, 0])  # log-decay from the window's end to now
     since = torch.zeros(n, HV, tokens, dtype=wide_g.dtype, device=g.device)  # ... from after token s to now
-    u = torch.zeros(n, HV, V, tokens, device=g.device)
+    u = torch.zeros(n, HV, V, tokens, dtype=torch.float32, device=g.device)
     y = torch.zeros_like(v)
 
     def window_product(x: Tensor) -> Tensor:
@@ -234,7 +234,8 @@ def replay_step(
     num_slots, HV, V, K = state.shape
     H, ring_slots = k_ring.shape[1:3]
     slots = state_indices.long()
-    begin, length = query_start_loc[:-1].long(), query_start_loc.diff().long()
+    bounds = query_start_loc.long().clamp(0, mixed_qkv.shape[0])
+    begin, length = bounds[:-1], bounds.diff().clamp(min=0)
 
     # Which rows run: real slots that are alive and whose last step was committed; the rest is flagged and left alone.
     keep = (slots >= 0) & (slots < num_slots) & (slots != null_slot)
@@ -438,7 +439,8 @@ def gated_delta_rule(
     else:
         final_state.copy_(initial_state)
     key_dim = (mixed_qkv.shape[1] - HV * V) // 2
-    begin, length = query_start_loc[:-1].long(), query_start_loc.diff().long()
+    bounds = query_start_loc.long().clamp(0, mixed_qkv.shape[0])
+    begin, length = bounds[:-1], bounds.diff().clamp(min=0)
     longest = int(length.max()) if rows else 0
     if longest == 0:
         return

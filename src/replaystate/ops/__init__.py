@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import check_alive
+from .common import check_alive, usable
 from .fold import flush, materialize, read_state
 from .kernel_level import adapter_step, can_step_for_adapter, prefix_materialize, ucache_flush
 from .prefill import gated_delta_rule
 from .step import commit, replay_step
 
-__all__ = ["can_step_for_adapter", "check_alive"]
+__all__ = ["can_step_for_adapter", "check_alive", "usable"]
 
 _library = torch.library.Library("replaystate", "DEF")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import FLOAT_DTYPES, check_pool, check_tensor
+from ..checks import FLOAT_DTYPES, check_pool, check_tensor, flag
 from ..errors import DeadSlotError, ProtocolError, ShapeError, SlotError, SlotStatus
 
 
@@ -38,19 +38,51 @@ def check_slot_words(fn: str, pool: int, device: torch.device, words: dict[str, 
         check_tensor(fn, name, x, [pool], [torch.int32], device)
 
 
-def check_alive(fn: str, slots: list[int], step_records: Tensor, status: Tensor) -> None:
-    """Host side: none of these live slots is dead or has a step that was not committed.
+def check_alive(
+    fn: str,
+    slots: list[int],
+    step_records: Tensor,
+    status: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    ring_slots: int,
+    window: int,
+) -> None:
+    """Host side: each of these live slots is alive, has no step pending, and cursors inside their range.
 
     Raises:
-        DeadSlotError: a dead slot. ProtocolError: a pending step.
+        DeadSlotError: a dead slot.
+        ProtocolError: a pending step, or a cursor out of range.
     """
-    where = torch.tensor(slots, dtype=torch.int64)
+    where = torch.tensor(slots, dtype=torch.int64, device="cpu")
     pending: list[bool] = (step_records[where] != 0).any(1).tolist()
-    for slot, word, unfinished in zip(slots, status[where].tolist(), pending, strict=True):
+    words, starts, counts = (word[where].tolist() for word in (status, ring_start, num_committed))
+    for slot, word, unfinished, start, count in zip(slots, words, pending, starts, counts, strict=True):
         if word & SlotStatus.DEAD:
             raise dead_slot_error(fn, slot)
         if unfinished:
             raise ProtocolError(f"{fn}: slot {slot} has a step that was not committed: commit it (0 is allowed) first")
+        check_cursors(fn, slot, start, count, ring_slots, window)
+
+
+def check_cursors(fn: str, slot: int, start: int, count: int, ring_slots: int, window: int) -> None:
+    """Host side: cursors are addresses, and an engine may own them.
+
+    Raises:
+        ProtocolError: ring_start outside 0..R-1 or num_committed outside 0..W.
+    """
+    if not 0 <= start < ring_slots or not 0 <= count <= window:
+        raise ProtocolError(
+            f"{fn}: slot {slot}: cursors out of range: ring_start={start} (0..{ring_slots - 1}), "
+            f"num_committed={count} (0..{window})"
+        )
+
+
+def usable(slots: Tensor, step_records: Tensor, status: Tensor) -> Tensor:
+    """Device side of `check_alive`: which distinct slots are alive and committed; pending ones are flagged."""
+    pending = (step_records[slots] != 0).any(1)
+    flag(status, slots, pending, SlotStatus.NOT_COMMITTED)
+    return ~pending & ((status[slots] & int(SlotStatus.DEAD)) == 0)
 
 
 def dead_slot_error(fn: str, slot: int) -> DeadSlotError:

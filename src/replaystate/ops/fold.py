@@ -8,7 +8,7 @@ from torch import Tensor
 from ..checks import INT_DTYPES, check_slots, check_tensor, flag
 from ..errors import ArgumentError, ShapeError, SlotError, SlotStatus
 from ..kernels import Call, fused, select
-from .common import check_alive, check_rings, check_slot_words, check_src_dst, live_slots, on_host
+from .common import check_alive, check_rings, check_slot_words, check_src_dst, live_slots, on_host, usable
 
 
 def _check_layers(
@@ -43,7 +43,7 @@ def materialize(
     """Check, then write prefix states of all layers. See `ReplayCache.materialize`."""
     fn = "materialize"
     call = _check_layers(fn, states, u_rings, k_rings, g_rings, window)
-    device, pool = states[0].device, states[0].shape[0]
+    device, pool, ring_slots = states[0].device, states[0].shape[0], k_rings[0].shape[2]
     check_tensor(fn, "src_slots", src_slots, ["B"], INT_DTYPES, device)
     rows = src_slots.shape[0]
     check_tensor(fn, "dst_slots", dst_slots, [rows], INT_DTYPES, device)
@@ -65,7 +65,7 @@ def materialize(
         for s, d, c in zip(src_list, dst_list, counts, strict=True):
             if s < 0 or d < 0 or null_slot in (s, d):
                 continue
-            check_alive(fn, [s], step_records, status)
+            check_alive(fn, [s], step_records, status, ring_start, num_committed, ring_slots, window)
             live = int(num_committed[s])
             if not 0 <= c <= live:
                 raise ArgumentError(f"{fn}: count: expected 0..{live}, the window of slot {s}, got {c}")
@@ -78,7 +78,9 @@ def materialize(
     live_count = num_committed[src]
     bad = (count < 0) | (count > live_count) | ((src == dst) & (count != live_count))
     flag(status, src, bad, SlotStatus.BAD_COUNT)
-    keep = ~bad & (step_records[src] == 0).all(1) & ((status[src] & int(SlotStatus.DEAD)) == 0)
+    alive = usable(src, step_records, status)
+    flag(status, dst, ~alive, SlotStatus.DEAD)  # whoever continues from dst must learn that it holds nothing new
+    keep = ~bad & alive
     src, dst, count = src[keep], dst[keep], count[keep]
     start = ring_start[src].long()
     status[dst] = status[src]
@@ -118,10 +120,10 @@ def flush(
     slots = slots.long()
     if on_host(states[0]):
         check_slots(fn, "slots", slots.tolist(), pool, null_slot)
-        check_alive(fn, live_slots(slots.tolist(), null_slot), step_records, status)
+        live = live_slots(slots.tolist(), null_slot)
+        check_alive(fn, live, step_records, status, ring_start, num_committed, ring_slots, window)
     slots = slots[(slots >= 0) & (slots < pool) & (slots != null_slot)]
-    alive = ((status[slots] & int(SlotStatus.DEAD)) == 0) & (step_records[slots] == 0).all(1)
-    slots = slots[alive]
+    slots = slots[usable(slots, step_records, status)]
     start, count = ring_start[slots].long(), num_committed[slots].long()
     chosen.fold_slots(states, u_rings, k_rings, g_rings, slots, slots, start, count, window, status)
     ring_start[slots] = ((start + count) % ring_slots).to(torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import FLOAT_DTYPES, INT_DTYPES, check_inference, check_no_overlap, check_slots, check_tensor
+from ..checks import FLOAT_DTYPES, INT_DTYPES, check_inference, check_no_overlap, check_rows, check_slots, check_tensor
 from ..errors import ArgumentError, SlotError
 from ..kernels import Backend, Call, fused, select
 from ..shapes import check_window, flush_min
@@ -52,6 +52,8 @@ def ucache_flush(
     for name, x in (("hist_len", hist_len), ("cache_base", cache_base)):
         check_tensor(fn, name, x, [rows], [torch.int32], device)
     check_tensor(fn, "output", output, [rows, width, HV, V], FLOAT_DTYPES, device)
+    if rows and width:
+        check_rows(fn, "output", output)
     inputs = {"q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "initial_state_source": state}
     check_no_overlap(fn, "output", output, {**inputs, "u_cache": u_cache, "k_cache": k_cache, "g_cache": g_cache})
     top = flush_min(window, width)
@@ -72,7 +74,7 @@ def ucache_flush(
             q, k, v, a, b, A_log, dt_bias, state, u_cache, k_cache, g_cache, state_indices, hist_len, cache_base,
             output, flush_min_, window, scale,
         )  # fmt: skip
-    if restart:
+    if restart and rows and width:
         folded = (state_indices >= 0) & (hist_len >= flush_min_)
         cache_base.copy_(torch.where(folded, (cache_base + hist_len) % ring_slots, cache_base))
         hist_len.copy_(torch.where(folded, 0, hist_len))
@@ -161,8 +163,10 @@ def prefix_materialize(
     skip = (src < 0) | (dst < 0) | (count < 0) | (count > window) | (src >= pool) | (dst >= pool)
     if active_request_indices is not None and num_active is not None:
         listed = active_request_indices.long()
-        if on_host(state) and any(i >= rows for i in listed.tolist()):
-            raise ArgumentError(f"{fn}: active_request_indices: expected rows below {rows}, got {listed.tolist()}")
+        if on_host(state):
+            active = listed.tolist()[: max(0, int(num_active))]
+            if any(i >= rows for i in active):
+                raise ArgumentError(f"{fn}: active_request_indices: expected rows below {rows}, got {active}")
         named = (torch.arange(listed.shape[0], device=device) < num_active) & (listed >= 0) & (listed < rows)
         chosen = torch.zeros(rows + 1, dtype=torch.bool, device=device)
         chosen[torch.where(named, listed, rows)] = True

@@ -11,13 +11,14 @@ from ..checks import (
     check_inference,
     check_no_overlap,
     check_query_start_loc,
+    check_rows,
     check_slots,
     check_tensor,
 )
-from ..errors import ArgumentError, ProtocolError, ShapeError, SlotStatus
+from ..errors import ArgumentError, ProtocolError, SlotStatus
 from ..kernels import Call, select
 from ..shapes import check_window, read_step_record, step_record
-from .common import check_rings, check_slot_words, dead_slot_error, live_slots, on_host
+from .common import check_cursors, check_rings, check_slot_words, dead_slot_error, live_slots, on_host
 
 
 def replay_step(
@@ -63,8 +64,7 @@ def replay_step(
     if not 0 <= layer < step_records.shape[1]:
         raise ArgumentError(f"{fn}: layer: expected 0..{step_records.shape[1] - 1}, got {layer}")
     check_tensor(fn, "out", out, [tokens, HV, V], [mixed_qkv.dtype], device)
-    if tokens and (not out[0].is_contiguous() or (tokens > 1 and out.stride(0) < HV * V)):
-        raise ShapeError(f"{fn}: out: expected dense rows that do not overlap, got strides {list(out.stride())}")
+    check_rows(fn, "out", out)
     inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "state": state}
     check_no_overlap(fn, "out", out, {**inputs, "u_ring": u_ring, "k_ring": k_ring, "g_ring": g_ring})
     if on_host(state):
@@ -99,7 +99,7 @@ def _check_step_values(
     check_query_start_loc(fn, bounds, tokens)
     check_slots(fn, "state_indices", slots, ring_start.shape[0], null_slot)
     live = live_slots(slots, null_slot)
-    where = torch.tensor(live, dtype=torch.int64)
+    where = torch.tensor(live, dtype=torch.int64, device="cpu")
     starts, counts, words = ring_start[where].tolist(), num_committed[where].tolist(), status[where].tolist()
     records = step_records[where].tolist()
     lengths = [bounds[i + 1] - bounds[i] for i, slot in enumerate(slots) if slot >= 0 and slot != null_slot]
@@ -120,11 +120,7 @@ def _check_step_values(
                     f"{fn}: slot {slot}: layer {other} was stepped with executed_width={width} and {row_length} "
                     f"tokens, layer {layer} now with {executed_width} and {length}: one step is the same for all layers"
                 )
-        if not 0 <= start < ring_slots or not 0 <= count <= window:
-            raise ProtocolError(
-                f"{fn}: slot {slot}: cursors out of range: ring_start={start} (0..{ring_slots - 1}), "
-                f"num_committed={count} (0..{window})"
-            )
+        check_cursors(fn, slot, start, count, ring_slots, window)
 
 
 def commit(
