@@ -274,11 +274,15 @@ def test_slot_upkeep(kind: tuple[torch.dtype, ...]) -> None:
         x.nan_to_num_(0.5)
     pair.cpu.num_committed[5:8] = torch.tensor([0, 3, 0])
     pair.cpu.status[2] = 1
+    pair.cpu._step_records[10, 1] = 3  # pending
+    pair.cpu.status[11] = 4
     pair.push()
     state = torch.randn(4, 4, 128, 128, dtype=torch.float64) * 4e4
     calls = [
-        lambda c, d: c.fork(torch.tensor([1, 1, 2, -1, 0, 3]).to(d), torch.tensor([2, 3, 1, 4, 5, 0]).to(d)),
-        lambda c, d: c.crop(torch.tensor([1, 2, 3, -1, 0]).to(d), torch.tensor([1, 99, -1, 3, 0]).to(d)),
+        lambda c, d: c.fork(
+            torch.tensor([1, 1, 2, -1, 0, 3, 10, 11]).to(d), torch.tensor([2, 3, 1, 4, 5, 0, 8, 9]).to(d)
+        ),
+        lambda c, d: c.crop(torch.tensor([1, 2, 3, -1, 0, 10, 11]).to(d), torch.tensor([1, 99, -1, 3, 0, 0, 0]).to(d)),
         lambda c, d: c.load_state(1, torch.tensor([5, 6, -1, 7]).to(d), state.to(d)),
         lambda c, d: c.invalidate(torch.tensor([8, -1, 0]).to(d)),
         lambda c, d: c.reset(torch.tensor([8, 9, -3, 0, 9]).to(d)),

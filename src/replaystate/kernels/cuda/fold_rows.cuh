@@ -47,14 +47,14 @@ __device__ __forceinline__ void scan_rows(const FoldArgs& p, int* skip, int* lis
     } else {
       int base = p.ring_start[src * p.rs_stride], live = p.num_committed[src * p.nc_stride];
       bool bad = base < 0 || base >= R || live < 0 || live > p.W;
-      if (words && (p.status[src * p.status_stride] & DEAD)) skip[i] = 1;
+      if (words && (p.status[src * p.status_stride] & DEAD)) skip[i] |= 4;
       if (mode == MATERIALIZE) {
         i64 count = ld_index(p.count, i * p.count_stride, p.count_wide);
         bool bad_count = count < 0 || count > live || (src == dst && count != live);
         if (bad_count && blockIdx.x == 0 && p.finalize) atomicOr(&p.status[src * p.status_stride], BAD_COUNT);
         bad |= bad_count;
       }
-      if (bad) skip[i] = 1;
+      if (bad) skip[i] |= 2;
     }
   }
   __syncthreads();
@@ -62,12 +62,18 @@ __device__ __forceinline__ void scan_rows(const FoldArgs& p, int* skip, int* lis
     for (i64 i = tid; i < p.rows * p.num_layers; i += 32 * WARPS) {
       int row = (int)(i / p.num_layers);
       i64 l = i % p.num_layers;
-      if (skip[row]) continue;
+      if (skip[row] == 1) continue;
       int record = ((volatile int*)p.step_records)[ld_index(p.src, row * p.src_stride, p.src_wide) * p.rec_slot + l * p.rec_layer];
-      if (l == 0 ? record > 0 : record != 0) skip[row] = 1;
+      if (l == 0 ? record > 0 : record != 0) atomicOr(&skip[row], 8);
     }
     __syncthreads();
   }
+  if (words && p.finalize && blockIdx.x == 0)           // pending sources are flagged; a dst that gets nothing must say so
+    for (int i = tid; i < p.rows; i += 32 * WARPS) {
+      if (skip[i] == 1 || !(skip[i] & 12)) continue;
+      if (skip[i] & 8) atomicOr(&p.status[ld_index(p.src, i * p.src_stride, p.src_wide) * p.status_stride], NOT_COMMITTED);
+      if (mode == MATERIALIZE) atomicOr(&p.status[ld_index(p.dst, i * p.dst_stride, p.dst_wide) * p.status_stride], DEAD);
+    }
   for (int i = tid; i < p.rows; i += 32 * WARPS)
     if (!skip[i]) { list[atomicAdd(&rows.active, 1)] = i; atomicMin(&rows.first, i); }
   __syncthreads();

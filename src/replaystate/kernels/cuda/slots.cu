@@ -12,11 +12,18 @@ struct SlotArgs {
   int *ring_start, *num_committed, *step_records, *status;
   unsigned char* buffer;
   i64 slots_wide, other_wide, count_wide, slots_stride, other_stride, count_stride, rs_stride, nc_stride, status_stride, rec_slot, rec_layer;
-  i64 mode, rows, tensors, num_layers, num_slots, null_slot, words, src_dtype, state_dtype, row_bytes;
+  i64 mode, rows, tensors, num_layers, num_slots, null_slot, words, src_dtype, state_dtype, row_bytes, layer;
   i64 ptr[MAX_TENSORS], slot_bytes[MAX_TENSORS], bytes[MAX_TENSORS];  // pools: address, bytes from slot to slot, bytes a slot
 };
 
 __device__ __forceinline__ bool is_real(const SlotArgs& p, i64 slot) { return slot >= 0 && slot < p.num_slots && slot != p.null_slot; }
+
+// Whether a slot has a step pending in layers [begin, end).
+__device__ __forceinline__ bool is_pending(const SlotArgs& p, i64 slot, i64 begin, i64 end) {
+  bool found = false;
+  for (i64 l = begin; l < end; l++) found |= p.step_records[slot * p.rec_slot + l * p.rec_layer] != 0;
+  return found;
+}
 
 // Copy or zero `bytes` bytes, this block's share, in the widest units that all addresses allow.
 __device__ __forceinline__ void move(unsigned char* to, const unsigned char* from, i64 bytes) {
@@ -43,6 +50,8 @@ extern "C" __global__ void __launch_bounds__(256) slot_upkeep(const __grid_const
     if (leads) {
       const i64 count = ld_index(p.count, row * p.count_stride, p.count_wide);
       const int held = p.num_committed[slot * p.nc_stride];
+      if (is_pending(p, slot, 0, p.num_layers)) { atomicOr(status, NOT_COMMITTED); return; }
+      if (*status & DEAD) return;
       if (count < 0 || count > held) atomicOr(status, BAD_COUNT);
       p.num_committed[slot * p.nc_stride] = held - (int)(count < 0 ? 0 : count > held ? held : count);
     }
@@ -53,9 +62,14 @@ extern "C" __global__ void __launch_bounds__(256) slot_upkeep(const __grid_const
       for (i64 l = threadIdx.x; l < p.num_layers; l += blockDim.x) p.step_records[slot * p.rec_slot + l * p.rec_layer] = 0;
   } else if (mode == LOAD) {
     if (p.num_committed[slot * p.nc_stride] != 0) {
-      if (leads) atomicOr(status, WINDOW_NOT_EMPTY);
+      if (leads) atomicOr(status, is_pending(p, slot, p.layer, p.layer + 1) ? WINDOW_NOT_EMPTY | NOT_COMMITTED : WINDOW_NOT_EMPTY);
       return;
     }
+    if (is_pending(p, slot, p.layer, p.layer + 1)) {
+      if (leads) atomicOr(status, NOT_COMMITTED);
+      return;
+    }
+    if (*status & DEAD) return;
     bool hit = false;
     const float limit = dtype_max((int)p.state_dtype);
     const i64 size = p.bytes[0];  // here elements of a slot
@@ -71,14 +85,21 @@ extern "C" __global__ void __launch_bounds__(256) slot_upkeep(const __grid_const
     if (hit) atomicOr(status, STATE_SATURATED);
   } else {
     unsigned char* at = p.buffer + row * p.row_bytes;
+    int* kept = (int*)(at + p.row_bytes - 16);
+    if (mode == SCATTER && !kept[3]) {                 // whoever continues from this slot must learn that nothing came
+      if (leads && p.words) atomicOr(status, DEAD);
+      return;
+    }
     for (int i = 0; i < p.tensors; i++) {
       unsigned char* pool = (unsigned char*)p.ptr[i] + slot * p.slot_bytes[i];
       if (mode == GATHER) move(at, pool, p.bytes[i]);
       else move(pool, at, p.bytes[i]);
       at += (p.bytes[i] + 15) / 16 * 16;
     }
-    int* kept = (int*)(p.buffer + row * p.row_bytes + p.row_bytes - 16);
-    if (p.words && mode == GATHER && leads) {
+    if (mode == GATHER && leads) {
+      const bool pending = is_pending(p, slot, 0, p.num_layers);
+      if (pending) atomicOr(status, NOT_COMMITTED);
+      kept[3] = !pending && !(*status & DEAD);
       kept[0] = p.ring_start[slot * p.rs_stride];
       kept[1] = p.num_committed[slot * p.nc_stride];
       kept[2] = *status;

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RESET, INVALIDATE, CROP, LOAD, GATHER, SCATTER = range(6)
 MAX_TENSORS = 128
-_ARGUMENTS = struct.Struct(f"<{9 + 11 + 10 + 3 * 160}q")
+_ARGUMENTS = struct.Struct(f"<{9 + 11 + 11 + 3 * 160}q")
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
 
@@ -36,6 +36,7 @@ def _launch(
     count: Tensor | None = None,
     src: Tensor | None = None,
     buffer: Tensor | None = None,
+    layer: int = 0,
 ) -> None:
     rows = slots.shape[0]
     if rows == 0:
@@ -63,7 +64,7 @@ def _launch(
         wide(slots), wide(other), wide(count), stride(slots), stride(other), stride(count), cache.ring_start.stride(0),
         cache.num_committed.stride(0), cache.status.stride(0), *cache._step_records.stride(),
         mode, rows, len(pools), cache.num_layers, cache.num_slots, cache._null, words,
-        0 if src is None else _CODES[src.dtype], _CODES[cache.state_dtype], 0 if buffer is None else buffer.stride(0),
+        0 if src is None else _CODES[src.dtype], _CODES[cache.state_dtype], 0 if buffer is None else buffer.stride(0), layer,
         *(x.data_ptr() for x in pools), *fill, *steps, *fill, *sizes, *fill,
     )  # fmt: skip
     parts = max(1, min(32, max(sizes, default=0) // 16384, 2048 // rows))
@@ -88,7 +89,7 @@ def crop(cache: ReplayCache, slots: Tensor, counts: Tensor) -> None:
 
 def load_state(cache: ReplayCache, layer: int, slots: Tensor, state: Tensor) -> None:
     """Write checkpoints of a layer where the window is empty; saturated values and live windows are flagged."""
-    _launch(LOAD, cache, slots, [cache._states[layer]], words=True, src=state.detach().contiguous())
+    _launch(LOAD, cache, slots, [cache._states[layer]], words=True, src=state.detach().contiguous(), layer=layer)
 
 
 def fork(cache: ReplayCache, src: Tensor, dst: Tensor) -> None:
