@@ -64,7 +64,8 @@ def _launch(
         wide(slots), wide(other), wide(count), stride(slots), stride(other), stride(count), cache.ring_start.stride(0),
         cache.num_committed.stride(0), cache.status.stride(0), *cache._step_records.stride(),
         mode, rows, len(pools), cache.num_layers, cache.num_slots, cache._null, words,
-        0 if src is None else _CODES[src.dtype], _CODES[cache.state_dtype], 0 if buffer is None else buffer.stride(0), layer,
+        0 if src is None else _CODES[src.dtype], _CODES[cache.state_dtype], 0 if buffer is None else buffer.stride(0),
+        layer,
         *(x.data_ptr() for x in pools), *fill, *steps, *fill, *sizes, *fill,
     )  # fmt: skip
     parts = max(1, min(32, max(sizes, default=0) // 16384, 2048 // rows))
