@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from . import compiler
 from .compiler import Program
 
-if TYPE_CHECKING:
-    from ...cache import ReplayCache
+ReplayCache = Any  # replaystate.cache.ReplayCache, which lies above this module
 
 RESET, INVALIDATE, CROP, LOAD, GATHER, SCATTER = range(6)
 MAX_TENSORS = 128
