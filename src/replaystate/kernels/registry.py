@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, BackendError
-from . import cuda, torch_backend
+from . import cpu_backend, cuda, torch_backend
 
 logger = logging.getLogger("replaystate")
 
@@ -186,14 +186,14 @@ class BackendInfo:
         return self.reason is None
 
 
-BY_PREFERENCE: tuple[Backend, ...] = (cast("Backend", cuda), torch_backend)
+BY_PREFERENCE: tuple[Backend, ...] = (cast("Backend", cuda), cpu_backend, torch_backend)
 
 
 def backends() -> list[BackendInfo]:
     """Every backend, best first, each with the reason why it is not usable here (None when it is).
 
-    >>> [info.name for info in backends() if info.usable]
-    ['torch']
+    >>> [info.name for info in backends()]
+    ['cpu', 'torch']
     """
     return [BackendInfo(backend.NAME, backend.usable()) for backend in BY_PREFERENCE]
 

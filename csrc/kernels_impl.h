@@ -1,0 +1,593 @@
+// The kernels, once, for every ISA: included by kernels_<isa>.cpp after simd_<isa>.h, into an anonymous namespace.
+//
+// Everything is made of three pieces on float32 scratch whose rows are padded with zeros to whole vectors:
+//   dots         out[x][r] = S_r . x          checkpoint, ring keys and new keys against all q~ and k^ at once
+//   rank_update  dst_r = decay src_r + sum_j c_jr w_j      the window's part of the outputs, and the fold
+//   substitute   (I + A) U = R, then y        forward substitution over the row's tokens
+// A checkpoint passes once: DOT_ROWS-multiples of its rows are converted into L1, multiplied, folded if the row folds, stored.
+//
+// Bits depend on the unit's own data only: every sum runs in a fixed order that no batch, thread or pointer changes.
+// Exponents are e^g per token and their products in double: no differences of sums, and e^{-inf} is 0.
+#pragma once
+
+#include <math.h>
+
+#include "kernels.h"
+
+using namespace replaystate;
+
+namespace {
+
+constexpr int BLOCK = 8;                   // checkpoint rows in L1 at a time; a multiple of DOT_ROWS
+constexpr int64_t PREFETCH_BYTES = 8192;  // how far ahead of the block being worked on
+constexpr float NORM_EPS = 1e-6f;
+constexpr float HALF_MAX = 65504.0f, BFLOAT_MAX = 0x1.fep127f;
+constexpr int64_t CHUNK = 16;  // tokens of one prefill chunk
+static_assert(BLOCK % DOT_ROWS == 0 && BLOCK % 4 == 0);
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// --- rows in memory <-> float32 scratch ------------------------------------------------------------------------------
+
+template <class T, class Load>
+inline void load_as(float* dst, const T* src, int64_t n, int64_t padded, Load load_vec) {
+  int64_t i = 0;
+  for (; i + N <= n; i += N) store(dst + i, load_vec(src + i));
+  if (i < n) {
+    T rest[N] = {};
+    memcpy(rest, src + i, size_t(n - i) * sizeof(T));
+    store(dst + i, load_vec(rest));
+    i += N;
+  }
+  for (; i < padded; i += N) store(dst + i, set1(0.0f));
+}
+
+// dst[0..n) = float(src[0..n)), zeros up to `padded` (a multiple of N).
+void load_row(float* dst, const char* src, DType dtype, int64_t n, int64_t padded) {
+  if (dtype == DType::f16) {
+    load_as(dst, reinterpret_cast<const uint16_t*>(src), n, padded, [](const uint16_t* p) { return load_f16(p); });
+  } else if (dtype == DType::bf16) {
+    load_as(dst, reinterpret_cast<const uint16_t*>(src), n, padded, [](const uint16_t* p) { return load_bf16(p); });
+  } else {
+    load_as(dst, reinterpret_cast<const float*>(src), n, padded, [](const float* p) { return load(p); });
+  }
+}
+
+template <class T, class Store>
+inline void store_as(T* dst, const float* src, int64_t n, Store store_vec) {
+  int64_t i = 0;
+  for (; i + N <= n; i += N) store_vec(dst + i, load(src + i));
+  if (i < n) {
+    float lanes[N] = {};
+    T rest[N];
+    memcpy(lanes, src + i, size_t(n - i) * sizeof(float));
+    store_vec(rest, load(lanes));
+    memcpy(dst + i, rest, size_t(n - i) * sizeof(T));
+  }
+}
+
+// Round to dtype; what lies outside its range becomes inf, as in torch.
+void store_row(char* dst, DType dtype, const float* src, int64_t n) {
+  if (dtype == DType::f16) {
+    store_as(reinterpret_cast<uint16_t*>(dst), src, n, [](uint16_t* p, Vec v) { store_f16(p, v); });
+  } else if (dtype == DType::bf16) {
+    store_as(reinterpret_cast<uint16_t*>(dst), src, n, [](uint16_t* p, Vec v) { store_bf16(p, v); });
+  } else {
+    store_as(reinterpret_cast<float*>(dst), src, n, [](float* p, Vec v) { store(p, v); });
+  }
+}
+
+// Round to dtype, limited to its finite range; true when something was beyond it (NaN is not, and stays). Limits are
+// rarely met: a first pass stores without them and keeps the largest magnitude, a second runs only when it was too large.
+bool store_saturated(char* dst, DType dtype, const float* src, int64_t n) {
+  if (dtype == DType::f32) {
+    store_row(dst, dtype, src, n);
+    return false;
+  }
+  const float limit = dtype == DType::f16 ? HALF_MAX : BFLOAT_MAX;
+  uint16_t* out = reinterpret_cast<uint16_t*>(dst);
+  Vec largest = set1(0.0f);
+  const auto plain = [&](auto store_vec) {
+    store_as(out, src, n, [&](uint16_t* p, Vec v) {
+      largest = larger(largest, v);
+      store_vec(p, v);
+    });
+  };
+  if (dtype == DType::f16) {
+    plain([](uint16_t* p, Vec v) { store_f16(p, v); });
+  } else {
+    plain([](uint16_t* p, Vec v) { store_bf16(p, v); });
+  }
+  float lanes[N];
+  store(lanes, largest);
+  bool over = false;
+  for (int i = 0; i < N; ++i) over |= lanes[i] > limit;
+  if (!over) return false;
+  if (dtype == DType::f16) {
+    store_as(out, src, n, [limit](uint16_t* p, Vec v) { store_f16(p, clamp(v, limit)); });
+  } else {
+    store_as(out, src, n, [limit](uint16_t* p, Vec v) { store_bf16(p, clamp(v, limit)); });
+  }
+  return true;
+}
+
+double load_scalar(const char* p, DType dtype) {
+  float lane[N];
+  load_row(lane, p, dtype, 1, N);
+  return double(lane[0]);
+}
+
+double load_scalar(const Parameter& p, int64_t i) { return load_scalar(p.data + i * p.stride * size_of(p.dtype), p.dtype); }
+
+// --- the three pieces ------------------------------------------------------------------------------------------------
+
+// Memory that will be needed next, asked for a few lines at a time between the arithmetic: a burst of requests would fill
+// the core's miss buffers and hold up the loads behind it.
+struct Ahead {
+  const char* next = nullptr;
+  int64_t lines = 0, per_step = 0;
+
+  void step() {
+    for (int64_t i = 0; i < per_step && lines > 0; ++i, --lines, next += 64) prefetch(next);
+  }
+};
+
+// One tile of dots: ROWS rows with VECS vectors. Each accumulator sums in the order of k, whatever the tile.
+template <int ROWS, int VECS>
+inline void dot_tile(const float* s, int64_t lds, const float* x, int64_t len, float* out, int64_t ldo, Ahead& ahead) {
+  Vec acc[ROWS][VECS];
+  for (int i = 0; i < ROWS; ++i) {
+    for (int m = 0; m < VECS; ++m) acc[i][m] = set1(0.0f);
+  }
+  for (int64_t k = 0; k < len; k += N) {
+    ahead.step();
+    Vec vec[VECS];
+    for (int m = 0; m < VECS; ++m) vec[m] = keep(load(x + m * len + k));
+    for (int i = 0; i < ROWS; ++i) {
+      const Vec row = keep(load(s + i * lds + k));
+      for (int m = 0; m < VECS; ++m) acc[i][m] = fma(row, vec[m], acc[i][m]);
+    }
+  }
+  reduce(acc, out, ldo);
+}
+
+// out[x * ldo + r] = S_r . X_x over `len`; rows a multiple of DOT_ROWS, vectors even, len a multiple of N.
+__attribute__((noinline)) void dots(const float* S, int64_t lds, int64_t rows, const float* X, int64_t vectors, int64_t len,
+                                    float* out, int64_t ldo, Ahead ahead = {}) {
+  const int64_t steps = rows / DOT_ROWS * (vectors / 2) * (len / N);
+  ahead.per_step = steps ? (ahead.lines + steps - 1) / steps : 0;
+  for (int64_t r = 0; r < rows; r += DOT_ROWS) {
+    const float* s = S + r * lds;
+    int64_t x = 0;
+    if constexpr (DOT_ROWS == 8) {  // half the rows with twice the vectors: fewer loads for as many registers
+      for (; x + 4 <= vectors; x += 4) {
+        dot_tile<4, 4>(s, lds, X + x * len, len, out + x * ldo + r, ldo, ahead);
+        dot_tile<4, 4>(s + 4 * lds, lds, X + x * len, len, out + x * ldo + r + 4, ldo, ahead);
+      }
+    }
+    for (; x < vectors; x += 2) dot_tile<DOT_ROWS, 2>(s, lds, X + x * len, len, out + x * ldo + r, ldo, ahead);
+  }
+}
+
+// Coefficients c_jr at c[j * step_j + r * step_r], vectors w_j at w[j * ldw].
+struct Update {
+  float decay;
+  const float* c;
+  int64_t step_j, step_r;
+  const float* w;
+  int64_t ldw, count;
+};
+
+template <int ROWS, int VECS>
+inline void update_tile(float* dst, int64_t ldd, const float* src, int64_t lds, const Update& up, int64_t row, int64_t at) {
+  Vec acc[ROWS][VECS];
+  const Vec decay = set1(up.decay);
+  for (int i = 0; i < ROWS; ++i) {
+    for (int m = 0; m < VECS; ++m) acc[i][m] = mul(decay, load(src + (row + i) * lds + at + m * N));
+  }
+  for (int64_t j = 0; j < up.count; ++j) {
+    const float *w = up.w + j * up.ldw + at, *c = up.c + j * up.step_j + row * up.step_r;
+    Vec vec[VECS];
+    for (int m = 0; m < VECS; ++m) vec[m] = load(w + m * N);
+    for (int i = 0; i < ROWS; ++i) {
+      const Vec scalar = set1(c[i * up.step_r]);
+      for (int m = 0; m < VECS; ++m) acc[i][m] = fma(scalar, vec[m], acc[i][m]);
+    }
+  }
+  for (int i = 0; i < ROWS; ++i) {
+    for (int m = 0; m < VECS; ++m) store(dst + (row + i) * ldd + at + m * N, acc[i][m]);
+  }
+}
+
+template <int ROWS>
+inline void update_rows(float* dst, int64_t ldd, const float* src, int64_t lds, const Update& up, int64_t row, int64_t len) {
+  int64_t at = 0;
+  for (; at + TILE * N <= len; at += TILE * N) update_tile<ROWS, TILE>(dst, ldd, src, lds, up, row, at);
+  for (; at < len; at += N) update_tile<ROWS, 1>(dst, ldd, src, lds, up, row, at);
+}
+
+// dst_r = decay src_r + sum_j c_jr w_j over `len` (a multiple of N), j ascending; dst may be src. Rows are even.
+void rank_update(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t len, const Update& up) {
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4) update_rows<4>(dst, ldd, src, lds, up, row, len);
+  for (; row < rows; row += 2) update_rows<2>(dst, ldd, src, lds, up, row, len);
+}
+
+// New tokens of one head. `products` holds S_P k^_t in rows 0..T-1 and S_P q~_t in rows T..2T-1; the latter become y_t.
+// ck[t][s] = e^{c_t - c_s} k^_t . k^_s (s < t), cq likewise with q~_t (s <= t); whole[t] = e^{c_t}. All rows have length ld.
+void substitute(float* products, float* u, const float* v, int64_t ld, int64_t T, const float* beta, const float* whole,
+                const float* ck, const float* cq) {
+  for (int64_t at = 0; at < ld; at += N) {
+    for (int64_t t = 0; t < T; ++t) {
+      const Vec total = set1(whole[t]);
+      Vec predicted = mul(total, load(products + t * ld + at));
+      Vec y = mul(total, load(products + (T + t) * ld + at));
+      for (int64_t s = 0; s < t; ++s) {
+        const Vec earlier = load(u + s * ld + at);
+        predicted = fma(set1(ck[t * T + s]), earlier, predicted);
+        y = fma(set1(cq[t * T + s]), earlier, y);
+      }
+      const Vec mine = mul(set1(beta[t]), sub(load(v + t * ld + at), predicted));
+      store(u + t * ld + at, mine);
+      store(products + (T + t) * ld + at, fma(set1(cq[t * T + t]), mine, y));
+    }
+  }
+}
+
+// --- gates and normalisation -----------------------------------------------------------------------------------------
+
+// g = -e^{A_log} softplus(x), in double. The plain product is exact in double's range for any |A_log| that is not extreme;
+// beyond it the sum of logarithms has no inf * 0.
+float log_decay(double A_log, double x) {
+  if (fabs(A_log) < 300.0 && !(x < -300.0 && x > -INFINITY)) {
+    return float(-exp(A_log) * (x > 40.0 ? x : log1p(exp(x))));
+  }
+  const double log_softplus = x < -37.0 ? x : log(x > 40.0 ? x : log1p(exp(x)));
+  return float(-exp(A_log + log_softplus));
+}
+
+float sigmoid(double b) { return float(1.0 / (1.0 + exp(-b))); }
+
+// dst = scale src / sqrt(sum src^2 + eps)
+void load_normalized(float* dst, const char* src, DType dtype, int64_t n, int64_t padded, float scale) {
+  load_row(dst, src, dtype, n, padded);
+  Vec squares = set1(0.0f);
+  for (int64_t i = 0; i < padded; i += N) squares = fma(load(dst + i), load(dst + i), squares);
+  const Vec factor = set1(scale / sqrtf(sum(squares) + NORM_EPS));
+  for (int64_t i = 0; i < padded; i += N) store(dst + i, mul(factor, load(dst + i)));
+}
+
+// Scratch carved from the thread's buffer: whole cache lines, so that neighbours do not share one.
+struct Arena {
+  float* base;
+  int64_t used = 0;
+
+  float* take(int64_t floats) {
+    float* p = base + used;
+    used += round_up(floats, 16);
+    return base ? p : nullptr;
+  }
+};
+
+// New tokens of a (row, key head): k^ in rows 0..T-1 of x, q~ in T..2T-1, and their products.
+struct Fresh {
+  int64_t T, Kp, Vp, Tp;
+  float *x, *gram;                                  // [2T + pad, Kp]; gram[x][s] = x . k^_s, [2T, Tp]
+  float *v, *u, *products;                          // [T, Vp], [T, Vp], [2T, Vp]
+  float *beta, *whole, *weight, *g, *ck, *cq;       // per head: [T] four times, [T, T] twice
+  double *decay, *between;                          // e^{g_t}; running products
+
+  void carve(Arena& arena, int64_t tokens, int64_t K, int64_t V) {
+    T = tokens, Kp = round_up(K, N), Vp = round_up(V, N > BLOCK ? N : BLOCK), Tp = round_up(T, DOT_ROWS);
+    x = arena.take((2 * T + DOT_ROWS) * Kp), gram = arena.take(2 * T * Tp);
+    v = arena.take(T * Vp), u = arena.take(T * Vp), products = arena.take(2 * T * Vp);
+    beta = arena.take(T), whole = arena.take(T), weight = arena.take(T), g = arena.take(T);
+    ck = arena.take(T * T), cq = arena.take(T * T);
+    decay = reinterpret_cast<double*>(arena.take(2 * T)), between = reinterpret_cast<double*>(arena.take(2 * T));
+  }
+
+  // Shared by the value heads of key head h.
+  template <class Args>
+  void load_keys(const Args& args, int64_t row, int64_t first, int64_t h) {
+    const int64_t K = args.sizes.K;
+    for (int64_t t = 0; t < T; ++t) {
+      load_normalized(x + t * Kp, args.k.at(row, first + t, h), args.k.dtype, K, Kp, 1.0f);
+      load_normalized(x + (T + t) * Kp, args.q.at(row, first + t, h), args.q.dtype, K, Kp, args.scale);
+    }
+    memset(x + 2 * T * Kp, 0, size_t(DOT_ROWS * Kp) * sizeof(float));
+    dots(x, Kp, Tp, x, 2 * T, Kp, gram, Tp);
+  }
+
+  // Gates, coefficients and values of value head hv.
+  template <class Args>
+  void load_head(const Args& args, int64_t row, int64_t first, int64_t hv) {
+    const double A_log = load_scalar(args.A_log, hv), dt_bias = load_scalar(args.dt_bias, hv);
+    for (int64_t t = 0; t < T; ++t) {
+      g[t] = log_decay(A_log, load_scalar(args.a.at(row, first + t, hv), args.a.dtype) + dt_bias);
+      beta[t] = sigmoid(load_scalar(args.b.at(row, first + t, hv), args.b.dtype));
+      decay[t] = exp(double(g[t]));
+      load_row(v + t * Vp, args.v.at(row, first + t, hv), args.v.dtype, args.sizes.V, Vp);
+    }
+    double all = 1.0;
+    for (int64_t t = 0; t < T; ++t) {
+      all *= decay[t];
+      whole[t] = float(all);
+      for (int64_t s = 0; s < t; ++s) between[s] *= decay[t];
+      between[t] = 1.0;
+      for (int64_t s = 0; s <= t; ++s) {
+        ck[t * T + s] = float(between[s]) * gram[t * Tp + s];
+        cq[t * T + s] = float(between[s]) * gram[(T + t) * Tp + s];
+      }
+    }
+    for (int64_t s = 0; s < T; ++s) weight[s] = float(between[s]);
+  }
+};
+
+// The live window of a (row, key head): ring keys once, corrections per value head.
+struct Past {
+  int64_t P, Pp, Kp, Vp;
+  float *k, *u;  // [Pp, Kp]; [P, Vp], each row scaled with e^{G_P - G_j}
+  float decay;   // e^{G_P}
+
+  void carve(Arena& arena, int64_t count, int64_t K, int64_t V) {
+    P = count, Pp = round_up(P, DOT_ROWS), Kp = round_up(K, N), Vp = round_up(V, N > BLOCK ? N : BLOCK);
+    k = arena.take(Pp * Kp), u = arena.take(P * Vp);
+  }
+
+  void load_keys(const Pool& k_ring, const Sizes& sizes, int64_t slot, int64_t h, int64_t start) {
+    const char* ring = k_ring.at(slot, h);
+    for (int64_t j = 0; j < P; ++j) {
+      load_row(k + j * Kp, ring + (start + j) % sizes.R * sizes.K * size_of(k_ring.dtype), k_ring.dtype, sizes.K, Kp);
+    }
+    memset(k + P * Kp, 0, size_t((Pp - P) * Kp) * sizeof(float));
+  }
+
+  void load_head(const Pool& u_ring, const Pool& g_ring, const Sizes& sizes, int64_t slot, int64_t hv, int64_t start) {
+    const char *ring = u_ring.at(slot, hv), *g = g_ring.at(slot, hv);
+    double after = 1.0;
+    for (int64_t j = P - 1; j >= 0; --j) {
+      const int64_t at = (start + j) % sizes.R;
+      float* row = u + j * Vp;
+      load_row(row, ring + at * sizes.V * size_of(u_ring.dtype), u_ring.dtype, sizes.V, Vp);
+      const Vec weight = set1(float(after));
+      for (int64_t i = 0; i < Vp; i += N) store(row + i, mul(weight, load(row + i)));
+      after *= exp(load_scalar(g + at * 4, DType::f32));
+    }
+    decay = float(after);
+  }
+};
+
+// A block of checkpoint rows as float32: where they are when they are float32 and whole, else converted into `block`.
+struct Rows {
+  const float* p;
+  int64_t ld;
+};
+
+Rows load_block(float* block, const char* src, DType dtype, int64_t rows, int64_t K, int64_t Kp) {
+  if (rows == BLOCK && K == Kp) {
+    if (dtype == DType::f32) return {reinterpret_cast<const float*>(src), K};
+    load_row(block, src, dtype, BLOCK * K, BLOCK * K);
+    return {block, Kp};
+  }
+  for (int64_t r = 0; r < rows; ++r) load_row(block + r * Kp, src + r * K * size_of(dtype), dtype, K, Kp);
+  for (int64_t i = rows * Kp; i < BLOCK * Kp; i += N) store(block + i, set1(0.0f));
+  return {block, Kp};
+}
+
+// Asks for row j, j + stride, ... of the window of the head that comes next, while this head's blocks are worked on.
+void prefetch_window(const StepArgs& args, const StepRow& row, int64_t hv, int64_t first, int64_t stride) {
+  const Sizes& z = args.sizes;
+  const int64_t per_key = z.HV / z.H, u_bytes = z.V * size_of(args.u_ring.dtype), k_bytes = z.K * size_of(args.k_ring.dtype);
+  const char *u = args.u_ring.at(row.slot, hv), *k = args.k_ring.at(row.slot, hv / per_key);
+  if (first == 0) prefetch(args.g_ring.at(row.slot, hv) + row.start * 4);
+  for (int64_t j = first; j < row.count; j += stride) {
+    const int64_t at = (row.start + j) % z.R;
+    for (int64_t byte = 0; byte < u_bytes; byte += 64) prefetch(u + at * u_bytes + byte);
+    for (int64_t byte = 0; byte < k_bytes && hv % per_key == 0; byte += 64) prefetch(k + at * k_bytes + byte);
+  }
+}
+
+void raise_flag(int32_t* flags, int32_t bit) { __atomic_fetch_or(flags, bit, __ATOMIC_RELAXED); }
+
+// --- the step --------------------------------------------------------------------------------------------------------
+
+// Store a block back; true when something was beyond the dtype's range.
+bool store_block(char* dst, DType dtype, const float* block, int64_t rows, int64_t K, int64_t Kp) {
+  if (K == Kp) return store_saturated(dst, dtype, block, rows * K);
+  bool over = false;
+  for (int64_t r = 0; r < rows; ++r) over |= store_saturated(dst + r * K * size_of(dtype), dtype, block + r * Kp, K);
+  return over;
+}
+
+bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head, int64_t last_head, bool owns_keys) {
+  const Sizes& z = args.sizes;
+  const int64_t T = row.length, P = row.count, R = z.R;
+  if (T == 0 && !row.fold) return true;
+  Fresh fresh;
+  Past past;
+  float *block = nullptr, *scores = nullptr;
+  Arena arena{nullptr};
+  for (int pass = 0; pass < 2; ++pass) {  // the first pass only counts
+    fresh.carve(arena, T, z.K, z.V);
+    past.carve(arena, P, z.K, z.V);
+    block = arena.take(BLOCK * past.Kp);
+    scores = arena.take(2 * T * past.Pp);
+    if (pass == 0) {
+      float* scratch = thread_scratch(size_t(arena.used));
+      if (!scratch) return false;
+      arena = Arena{scratch};
+    }
+  }
+  const int64_t Kp = past.Kp, Vp = past.Vp;
+  past.load_keys(args.k_ring, z, row.slot, h, row.start);
+  if (T) {
+    fresh.load_keys(args, row.row, row.first_token, h);
+    dots(past.k, Kp, past.Pp, fresh.x, 2 * T, Kp, scores, past.Pp);
+  }
+  if (owns_keys) {
+    char* ring = args.k_ring.at(row.slot, h);
+    for (int64_t t = 0; t < T; ++t) {
+      store_row(ring + (row.start + P + t) % R * z.K * size_of(args.k_ring.dtype), args.k_ring.dtype, fresh.x + t * Kp, z.K);
+    }
+  }
+  const int64_t row_bytes = z.K * size_of(args.state.dtype);
+  bool state_over = false, ring_over = false;
+  for (int64_t hv = first_head; hv < last_head; ++hv) {
+    past.load_head(args.u_ring, args.g_ring, z, row.slot, hv, row.start);
+    if (T) fresh.load_head(args, row.row, row.first_token, hv);
+    char* state = args.state.at(row.slot, hv);
+    const int64_t written = round_up(z.V, BLOCK);
+    for (int64_t x = 0; x < 2 * T && written < Vp; ++x) {  // lanes that no block writes would carry stale scratch
+      memset(fresh.products + x * Vp + written, 0, size_t(Vp - written) * sizeof(float));
+    }
+    for (int64_t v0 = 0; v0 < z.V; v0 += BLOCK) {
+      const int64_t rows = least(BLOCK, z.V - v0);
+      const Rows S = load_block(block, state + v0 * row_bytes, args.state.dtype, rows, z.K, Kp);
+      if (hv + 1 < z.HV) prefetch_window(args, row, hv + 1, v0 / BLOCK, round_up(z.V, BLOCK) / BLOCK);
+      const Ahead ahead{state + v0 * row_bytes + PREFETCH_BYTES, rows * row_bytes / 64};
+      dots(S.p, S.ld, BLOCK, fresh.x, 2 * T, Kp, fresh.products + v0, Vp, ahead);
+      if (row.fold) {
+        rank_update(block, Kp, S.p, S.ld, BLOCK, Kp, {past.decay, past.u + v0, Vp, 1, past.k, Kp, P});
+        state_over |= store_block(state + v0 * row_bytes, args.state.dtype, block, rows, z.K, Kp);
+      }
+    }
+    if (!T) continue;
+    rank_update(fresh.products, Vp, fresh.products, Vp, 2 * T, Vp, {past.decay, scores, 1, past.Pp, past.u, Vp, P});
+    substitute(fresh.products, fresh.u, fresh.v, Vp, T, fresh.beta, fresh.whole, fresh.ck, fresh.cq);
+    char *u_ring = args.u_ring.at(row.slot, hv), *g_ring = args.g_ring.at(row.slot, hv);
+    for (int64_t t = 0; t < T; ++t) {
+      const int64_t at = (row.start + P + t) % R;
+      ring_over |= store_saturated(u_ring + at * z.V * size_of(args.u_ring.dtype), args.u_ring.dtype, fresh.u + t * Vp, z.V);
+      memcpy(g_ring + at * 4, fresh.g + t, 4);
+      store_row(args.out.at(row.row, row.first_token + t, hv), args.out.dtype, fresh.products + (T + t) * Vp, z.V);
+    }
+  }
+  if (state_over) raise_flag(&row.flags, STATE_SATURATED);
+  if (ring_over) raise_flag(&row.flags, RING_SATURATED);
+  return true;
+}
+
+bool step(const StepArgs& args, int64_t begin, int64_t end) {
+  const int64_t per_key = args.sizes.HV / args.sizes.H, per_unit = per_key / args.splits;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t split = unit % args.splits, h = unit / args.splits % args.sizes.H;
+    const int64_t hv = h * per_key + split * per_unit;
+    if (!step_unit(args, args.rows[unit / args.splits / args.sizes.H], h, hv, hv + per_unit, split == 0)) return false;
+  }
+  return true;
+}
+
+// --- folds -----------------------------------------------------------------------------------------------------------
+
+bool fold(const FoldArgs& args, int64_t begin, int64_t end) {
+  const Sizes& z = args.sizes;
+  const int64_t per_key = z.HV / z.H;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    FoldRow& row = args.rows[unit / z.H];
+    const int64_t h = unit % z.H, in_bytes = z.K * size_of(args.state.dtype), out_bytes = z.K * size_of(args.out.dtype);
+    if (row.count == 0 && args.state.dtype == args.out.dtype) {  // the same bits, NaN payloads included
+      for (int64_t hv = h * per_key; hv < (h + 1) * per_key; ++hv) {
+        memmove(args.out.at(row.dst, hv), args.state.at(row.src, hv), size_t(z.V * in_bytes));
+      }
+      continue;
+    }
+    Past past;
+    float* block = nullptr;
+    Arena arena{nullptr};
+    for (int pass = 0; pass < 2; ++pass) {
+      past.carve(arena, row.count, z.K, z.V);
+      block = arena.take(BLOCK * past.Kp);
+      if (pass == 0) {
+        float* scratch = thread_scratch(size_t(arena.used));
+        if (!scratch) return false;
+        arena = Arena{scratch};
+      }
+    }
+    past.load_keys(args.k_ring, z, row.src, h, row.start);
+    bool over = false;
+    for (int64_t hv = h * per_key; hv < (h + 1) * per_key; ++hv) {
+      past.load_head(args.u_ring, args.g_ring, z, row.src, hv, row.start);
+      const char* from = args.state.at(row.src, hv);
+      char* to = args.out.at(row.dst, hv);
+      for (int64_t v0 = 0; v0 < z.V; v0 += BLOCK) {
+        const int64_t rows = least(BLOCK, z.V - v0);
+        const Rows S = load_block(block, from + v0 * in_bytes, args.state.dtype, rows, z.K, past.Kp);
+        rank_update(block, past.Kp, S.p, S.ld, BLOCK, past.Kp, {past.decay, past.u + v0, past.Vp, 1, past.k, past.Kp, past.P});
+        over |= store_block(to + v0 * out_bytes, args.out.dtype, block, rows, z.K, past.Kp);
+      }
+    }
+    if (over) raise_flag(&row.flags, STATE_SATURATED);
+  }
+  return true;
+}
+
+// --- prefill ---------------------------------------------------------------------------------------------------------
+
+// A key head's states stay in this thread's cache over the whole prompt; CHUNK tokens at a time are a step without a
+// window, followed by the fold of their own rows.
+bool prefill_unit(const PrefillArgs& args, int64_t row, int64_t h, int64_t first_head, int64_t last_head) {
+  const Sizes& z = args.sizes;
+  const int64_t begin = args.bounds[row], end = args.bounds[row + 1], longest = least(CHUNK, end - begin);
+  const int64_t heads = last_head - first_head;
+  Fresh fresh;
+  float* states = nullptr;
+  Arena arena{nullptr};
+  for (int pass = 0; pass < 2; ++pass) {
+    fresh.carve(arena, longest, z.K, z.V);
+    states = arena.take(heads * fresh.Vp * fresh.Kp);
+    if (pass == 0) {
+      float* scratch = thread_scratch(size_t(arena.used));
+      if (!scratch) return false;
+      arena = Arena{scratch};
+    }
+  }
+  const int64_t Kp = fresh.Kp, Vp = fresh.Vp, row_bytes = z.K * 4;
+  memset(states, 0, size_t(heads * Vp * Kp) * sizeof(float));
+  for (int64_t i = 0; i < heads && args.has_initial; ++i) {
+    for (int64_t v = 0; v < z.V; ++v) {
+      load_row(states + (i * Vp + v) * Kp, args.state.at(row, first_head + i) + v * row_bytes, DType::f32, z.K, Kp);
+    }
+  }
+  const int64_t scratch_used = arena.used;
+  for (int64_t token = begin; token < end; token += longest) {
+    const int64_t T = least(longest, end - token);
+    if (T != fresh.T) {
+      arena.used = 0;  // a shorter last chunk fits where the longer ones were, in front of the states
+      fresh.carve(arena, T, z.K, z.V);
+      arena.used = scratch_used;
+    }
+    fresh.load_keys(args, 0, token, h);
+    for (int64_t i = 0; i < heads; ++i) {
+      const int64_t hv = first_head + i;
+      float* S = states + i * Vp * Kp;
+      fresh.load_head(args, 0, token, hv);
+      dots(S, Kp, Vp, fresh.x, 2 * T, Kp, fresh.products, Vp);
+      substitute(fresh.products, fresh.u, fresh.v, Vp, T, fresh.beta, fresh.whole, fresh.ck, fresh.cq);
+      for (int64_t t = 0; t < T; ++t) {
+        store_row(args.out.at(0, token + t, hv), args.out.dtype, fresh.products + (T + t) * Vp, z.V);
+        const Vec weight = set1(fresh.weight[t]);
+        for (int64_t v = 0; v < Vp; v += N) store(fresh.u + t * Vp + v, mul(weight, load(fresh.u + t * Vp + v)));
+      }
+      rank_update(S, Kp, S, Kp, Vp, Kp, {fresh.whole[T - 1], fresh.u, Vp, 1, fresh.x, Kp, T});
+    }
+  }
+  for (int64_t i = 0; i < heads; ++i) {
+    for (int64_t v = 0; v < z.V; ++v) {
+      store_row(args.state.at(row, first_head + i) + v * row_bytes, DType::f32, states + (i * Vp + v) * Kp, z.K);
+    }
+  }
+  return true;
+}
+
+bool prefill(const PrefillArgs& args, int64_t begin, int64_t end) {
+  const int64_t per_key = args.sizes.HV / args.sizes.H, per_unit = per_key / args.splits;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t split = unit % args.splits, h = unit / args.splits % args.sizes.H;
+    const int64_t hv = h * per_key + split * per_unit;
+    if (!prefill_unit(args, unit / args.splits / args.sizes.H, h, hv, hv + per_unit)) return false;
+  }
+  return true;
+}
+
+}  // namespace
