@@ -37,7 +37,10 @@ TEST_FLAGS := -n $(JOBS) $(if $(COV),--cov --cov-report=term-missing)
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two pips must not write to one environment
 .SECONDARY:
-.PHONY: help demo test test-hf-range extension wheel test-asan bench-cpu venv-vllm lint types imports docs-check format clean distclean FORCE
+# The Python of `make test-gpu`: one whose torch sees a GPU, with cuda-core, pytest and hypothesis.
+GPU_PYTHON ?= python3
+
+.PHONY: help demo test test-gpu test-hf-range extension wheel test-asan bench-cpu venv-vllm lint types imports docs-check format clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +51,9 @@ demo: $(STAMPS)/demo ## generate with drafts on the tiny model and compare with 
 
 test: $(STAMPS)/dev ## run the tests (COV=1 for coverage, ARGS="..." for pytest)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not docs" $(TEST_FLAGS) $(ARGS)
+
+test-gpu: ## run tests/gpu with GPU_PYTHON, whose torch must see a CUDA device
+	$(TEST_ENV) PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 test-hf-range: $(HF_VERSIONS:%=test-hf-%) ## run tests/transformers on the oldest and the newest supported version
 

@@ -132,7 +132,7 @@ MESSAGES: list[tuple[str, str, str, Callable[[], Any]]] = [
     ("replay_step", "out", "float16", lambda: step(out=torch.zeros(3, 4, 10, dtype=torch.float16))),
     ("replay_step", "out", "[2, 4, 10]", lambda: step(out=torch.zeros(2, 4, 10))),
     ("replay_step", "out", "list", lambda: step(out=[])),
-    ("replay_step", "backend", "'cuda'", lambda: step(backend="cuda")),
+    ("replay_step", "backend", "'tpu'", lambda: step(backend="tpu")),
     ("replay_step", "backend", "None", lambda: step(backend=None)),
     ("replay_step", "scale", "str", lambda: step(scale="k")),
     ("gated_delta_rule", "mixed_qkv", "float64", lambda: prefill(mixed_qkv=X.mixed_qkv.double())),
@@ -141,7 +141,7 @@ MESSAGES: list[tuple[str, str, str, Callable[[], Any]]] = [
     ("gated_delta_rule", "query_start_loc", "4", lambda: prefill(query_start_loc=bounds_of([4]))),
     ("gated_delta_rule", "initial_state", "[2, 4, 10, 12]", lambda: prefill(initial_state=random_state(rows=2))),
     ("gated_delta_rule", "initial_state", "int", lambda: prefill(initial_state=0)),
-    ("gated_delta_rule", "backend", "'cuda'", lambda: prefill(backend="cuda")),
+    ("gated_delta_rule", "backend", "'tpu'", lambda: prefill(backend="tpu")),
     ("ReplayCache", "shape", "tuple", lambda: ReplayCache((2, 4, 12, 10), 1, 1)),  # type: ignore[arg-type]
     ("ReplayCache", "num_layers", "0", lambda: ReplayCache(SHAPE, 0, 1)),
     ("ReplayCache", "num_slots", "float", lambda: ReplayCache(SHAPE, 1, 1.0)),  # type: ignore[arg-type]

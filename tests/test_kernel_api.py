@@ -334,7 +334,7 @@ def test_parameters_that_require_grad() -> None:
         ({"output": torch.zeros(2, 2, 4, 9)}, ShapeError, "output: expected shape"),
         ({"output": torch.zeros(2, 2, 4, 10).long()}, DTypeError, "output: expected float32"),
         ({"output": torch.zeros(1, 2, 4, 10).expand(2, 2, 4, 10)}, ShapeError, "output: "),
-        ({"backend": "cuda"}, ArgumentError, "backend: expected 'auto'"),
+        ({"backend": "tpu"}, ArgumentError, "backend: expected 'auto'"),
     ],
 )
 def test_refusals(change: dict[str, Any], error: type[ReplayStateError], match: str) -> None:

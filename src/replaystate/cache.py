@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from .errors import (
     explain_status,
 )
 from .export import pack_slot, unpack_slot
+from .kernels import Call, fused, select
 from .ops import check_alive, usable  # importing ops registers torch.ops.replaystate
 from .pool import Pool, default_ring_dtype, wrap_pool, zero_pool
 from .shapes import GDNShape, check_window, require_int
@@ -166,6 +168,11 @@ class ReplayCache:
         self._free = [slot for slot in range(self.num_slots) if slot != null_slot]
         self._is_free = [slot != null_slot for slot in range(self.num_slots)]
         self.audit = Audit(self) if debug else None
+        # A device backend's own slot upkeep, which never waits for the host.
+        self._upkeep: Any = None
+        if self.device.type != "cpu":
+            call = Call("slot_upkeep", self.device.type, None, self.state_dtype, self.ring_dtype, shape.sizes)
+            self._upkeep = fused(select("auto", call), "upkeep")
 
     def __repr__(self) -> str:
         return (
@@ -197,6 +204,45 @@ class ReplayCache:
         """The (u, k, g) rings of a layer: the cache's own tensors, not copies."""
         layer = self._layer("rings", layer)
         return self._u_rings[layer], self._k_rings[layer], self._g_rings[layer]
+
+    def warmup(
+        self, io_dtypes: Sequence[torch.dtype] = (torch.bfloat16,), *, executed_widths: Sequence[int] = ()
+    ) -> int:
+        """Compile every kernel that calls on this cache may need, so that none compiles later or under graph capture.
+
+        No byte of any pool changes. On the CPU there is nothing to do.
+
+        Args:
+            io_dtypes: dtypes of mixed_qkv that steps will have.
+            executed_widths: launch widths that steps will have; none given: all of 1..max_query_len.
+
+        Returns:
+            How many kernels were compiled now (0 when all were on disk or loaded).
+        """
+        for dtype in io_dtypes:
+            if dtype not in FLOAT_DTYPES:
+                raise DTypeError(f"warmup: io_dtypes: expected float32, float16 or bfloat16, got {dtype}")
+        widths = tuple(executed_widths) or tuple(range(1, self.max_query_len + 1))
+        for width in widths:
+            require_int("warmup", "executed_widths", width, minimum=1)
+            if width > self.max_query_len:
+                raise ArgumentError(f"warmup: executed_widths: expected 1..{self.max_query_len}, got {width}")
+        if self.device.type == "cpu":
+            return 0
+        call = Call("warmup", self.device.type, None, self.state_dtype, self.ring_dtype, self.shape.sizes, self.window)
+        whole = fused(select("auto", call), "warmup")
+        if whole is None:
+            return 0
+        compiled: int = whole(
+            self.shape.sizes,
+            self.window,
+            widths,
+            self.state_dtype,
+            self.ring_dtype,
+            tuple(io_dtypes),
+            self.device.index,
+        )
+        return compiled
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
@@ -232,6 +278,11 @@ class ReplayCache:
     def reset(self, slots: Indices) -> None:
         """Start the slots from scratch: checkpoint zero in all layers, cursors 0, status 0, no step pending."""
         where = self._slots("reset", "slots", slots, distinct=False)
+        if self._upkeep is not None:
+            self._upkeep.reset(self, where)
+            if self.audit is not None:
+                self.audit.forget(where[self._real(where)].tolist())
+            return
         where = where[self._real(where)]
         for state in self._states:
             state[where] = 0
@@ -243,10 +294,13 @@ class ReplayCache:
     def invalidate(self, slots: Indices) -> None:
         """Mark slots dead, e.g. when weights changed under live windows. Folds nothing; `reset` or `load` revives."""
         where = self._slots("invalidate", "slots", slots, distinct=False)
-        where = where[self._real(where)]
-        self.status[where] = self.status[where] | int(SlotStatus.DEAD)
+        if self._upkeep is not None:
+            self._upkeep.invalidate(self, where)
+        else:
+            where = where[self._real(where)]
+            self.status[where] = self.status[where] | int(SlotStatus.DEAD)
         if self.audit is not None:
-            self.audit.forget(where.tolist())
+            self.audit.forget(where[self._real(where)].tolist())
 
     def check(self, slots: Indices | None = None) -> None:
         """Raise when a status bit is set in one of the slots (all when None). Syncs with the device.
@@ -304,6 +358,11 @@ class ReplayCache:
         _, HV, K, V = self.shape.sizes
         check_tensor(fn, "state", state, [where.shape[0], HV, V, K], (*FLOAT_DTYPES, torch.float64), self.device)
         self._require_alive(fn, where, layer)
+        if self._upkeep is not None:
+            self._upkeep.load_state(self, layer, where, state)
+            if self.audit is not None:
+                self.audit.forget(where[self._real(where)].tolist(), layer)
+            return
         keep = self._real(where)
         where, state = where[keep], state.detach()[keep]
         if self._on_host():
@@ -393,6 +452,12 @@ class ReplayCache:
         if counts.shape != where.shape:
             raise ShapeError(f"{fn}: num_tokens: expected {where.shape[0]} counts or one int, got {counts.shape[0]}")
         self._require_alive(fn, where)
+        if self._upkeep is not None:
+            self._upkeep.crop(self, where, counts)
+            if self.audit is not None:
+                real = self._real(where)
+                self.audit.crop(where[real].tolist(), counts[real].tolist())
+            return
         keep = self._real(where)
         where, counts = where[keep], counts[keep]
         if self._on_host():
@@ -462,6 +527,12 @@ class ReplayCache:
         if sources.shape != targets.shape:
             raise ShapeError(f"{fn}: dst: expected as many slots as src ({sources.shape[0]}), got {targets.shape[0]}")
         self._require_alive(fn, sources)
+        if self._upkeep is not None:
+            self._upkeep.fork(self, sources, targets)
+            if self.audit is not None:
+                real = self._real(sources) & self._real(targets)
+                self.audit.fork(sources[real].tolist(), targets[real].tolist())
+            return
         real = self._real(sources) & self._real(targets)
         sources, targets = sources[real], targets[real]
         if self.audit is not None:

@@ -20,6 +20,7 @@ from .checks import FLOAT_DTYPES, INT_DTYPES, check_tensor
 from .errors import ArgumentError, DTypeError, ShapeError
 from .kernel_api import gated_delta_rule_mtp_ucache_flush, gdn_prefix_materialize, require_same_g_layout
 from .kernels import flashinfer
+from .ops import can_step_for_adapter
 from .shapes import GDNShape, require_int
 from .shapes import flush_min as _flush_min
 
@@ -322,6 +323,21 @@ def run_gdn_replayssm(
     check_tensor(fn, "output_indices", output_indices, ["M"], INT_DTYPES, device)
     output = mixed_qkv.new_zeros(rows * executed_width, HV, V)
     if rows == 0:
+        return output[output_indices]
+
+    if (
+        kernel is gated_delta_rule_mtp_ucache_flush
+        and ring_start.dtype == num_committed.dtype == torch.int32
+        and device.type != "cpu"
+        and can_step_for_adapter(mixed_qkv, checkpoint_state, k_ring, GDN_REPLAYSSM_LOGICAL_WINDOW, executed_width)
+    ):
+        # Our device kernel takes ragged rows and cursors per slot as they are: nothing is packed or looked up.
+        padded = output.view(rows, executed_width, HV, V)
+        torch.ops.replaystate.adapter_step(
+            mixed_qkv, a, b, A_log.detach(), dt_bias.detach(), checkpoint_state, u_ring, k_ring, g_ring, ring_start,
+            num_committed, padded, state_indices, query_start_loc, executed_width, GDN_REPLAYSSM_LOGICAL_WINDOW,
+            NULL_BLOCK_ID, K**-0.5,
+        )  # fmt: skip
         return output[output_indices]
 
     # Slot 0 and below are padding: -1 for the kernel, an empty window, and a cursor look-up that stays in the tensor.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, BackendError
-from . import cpu_backend, torch_backend
+from . import cpu_backend, cuda, torch_backend
 
 logger = logging.getLogger("replaystate")
 
@@ -164,6 +164,15 @@ class Backend(Protocol):
         """Prefill of whole prompts."""
 
 
+def fused(backend: Backend, op: str) -> Any:
+    """The backend's own form of a whole op, cursors and all, or None where it leaves them to the op.
+
+    A device backend has `materialize`, `flush`, `prefix_materialize`, `read_slots`, `adapter_step`, `upkeep` and
+    `warmup`, so that no call waits for the host.
+    """
+    return getattr(backend, op, None)
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """A backend's name, and why it cannot be used on this machine (None when it can)."""
@@ -177,7 +186,7 @@ class BackendInfo:
         return self.reason is None
 
 
-BY_PREFERENCE: tuple[Backend, ...] = (cpu_backend, torch_backend)
+BY_PREFERENCE: tuple[Backend, ...] = (cast("Backend", cuda), cpu_backend, torch_backend)
 
 
 def backends() -> list[BackendInfo]:

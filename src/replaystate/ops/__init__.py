@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .common import check_alive, usable
 from .fold import flush, materialize, read_state
-from .kernel_level import prefix_materialize, ucache_flush
+from .kernel_level import adapter_step, can_step_for_adapter, prefix_materialize, ucache_flush
 from .prefill import gated_delta_rule
 from .step import commit, replay_step
 
-__all__ = ["check_alive", "usable"]
+__all__ = ["can_step_for_adapter", "check_alive", "usable"]
 
 _library = torch.library.Library("replaystate", "DEF")
 
@@ -60,6 +60,12 @@ _library.define(
     "prefix_materialize(Tensor(a!) state, Tensor src_slots, Tensor dst_slots, Tensor k_cache, Tensor u_cache, "
     "Tensor g_cache, Tensor cache_base, Tensor count, Tensor? active_request_indices, Tensor? num_active, str backend)"
     " -> ()"
+)
+_library.define(
+    "adapter_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, "
+    "Tensor(b!) u_ring, Tensor(c!) k_ring, Tensor(d!) g_ring, Tensor ring_start, Tensor num_committed, "
+    "Tensor(e!) output, Tensor state_indices, Tensor query_start_loc, int executed_width, int window, int null_slot, "
+    "float scale) -> ()"
 )
 
 
@@ -105,6 +111,7 @@ for _name, _impl, _fake in (
     ("gated_delta_rule", gated_delta_rule, _gated_delta_rule_fake),
     ("ucache_flush", ucache_flush, _mutates_only),
     ("prefix_materialize", prefix_materialize, _mutates_only),
+    ("adapter_step", adapter_step, _mutates_only),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"replaystate::{_name}", _fake, lib=_library)

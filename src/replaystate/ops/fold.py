@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..checks import INT_DTYPES, check_slots, check_tensor, flag
 from ..errors import ArgumentError, ShapeError, SlotError, SlotStatus
-from ..kernels import Call, select
+from ..kernels import Call, fused, select
 from .common import check_alive, check_rings, check_slot_words, check_src_dst, live_slots, on_host, usable
 
 
 def _check_layers(
-    fn: str, states: list[Tensor], u_rings: list[Tensor], k_rings: list[Tensor], g_rings: list[Tensor]
+    fn: str, states: list[Tensor], u_rings: list[Tensor], k_rings: list[Tensor], g_rings: list[Tensor], window: int
 ) -> Call:
     if not states or not len(states) == len(u_rings) == len(k_rings) == len(g_rings):
         raise ShapeError(f"{fn}: states, u_rings, k_rings, g_rings: expected one tensor a layer in each")
@@ -21,7 +21,7 @@ def _check_layers(
         sizes = check_rings(fn, state, u, k, g, ("u_rings", "k_rings", "g_rings"))
         if state.shape != states[0].shape or k.shape != k_rings[0].shape or state.device != states[0].device:
             raise ShapeError(f"{fn}: states, k_rings: expected the same shapes and device in every layer")
-    return Call(fn, states[0].device.type, None, states[0].dtype, k_rings[0].dtype, sizes)
+    return Call(fn, states[0].device.type, None, states[0].dtype, k_rings[0].dtype, sizes, window)
 
 
 def materialize(
@@ -42,7 +42,7 @@ def materialize(
 ) -> None:
     """Check, then write prefix states of all layers. See `ReplayCache.materialize`."""
     fn = "materialize"
-    call = _check_layers(fn, states, u_rings, k_rings, g_rings)
+    call = _check_layers(fn, states, u_rings, k_rings, g_rings, window)
     device, pool, ring_slots = states[0].device, states[0].shape[0], k_rings[0].shape[2]
     check_tensor(fn, "src_slots", src_slots, ["B"], INT_DTYPES, device)
     rows = src_slots.shape[0]
@@ -50,6 +50,14 @@ def materialize(
     check_tensor(fn, "count", count, [rows], INT_DTYPES, device)
     check_slot_words(fn, pool, device, {"ring_start": ring_start, "num_committed": num_committed, "status": status})
     check_tensor(fn, "step_records", step_records, [pool, "num_layers"], [torch.int32], device)
+    chosen = select(backend, call)
+    whole = fused(chosen, "materialize")
+    if whole is not None:
+        whole(
+            states, u_rings, k_rings, g_rings, src_slots, dst_slots, count, ring_start, num_committed, step_records,
+            status, window, null_slot,
+        )  # fmt: skip
+        return
     src, dst, count = src_slots.long(), dst_slots.long(), count.long()
     if on_host(states[0]):
         src_list, dst_list, counts = src.tolist(), dst.tolist(), count.tolist()
@@ -78,7 +86,7 @@ def materialize(
     status[dst] = status[src]
     for word in (ring_start, num_committed, step_records):
         word[dst] = 0
-    select(backend, call).fold_slots(states, u_rings, k_rings, g_rings, src, dst, start, count, window, status)
+    chosen.fold_slots(states, u_rings, k_rings, g_rings, src, dst, start, count, window, status)
 
 
 def flush(
@@ -97,11 +105,18 @@ def flush(
 ) -> None:
     """Check, then fold whole windows of all layers. See `ReplayCache.flush`."""
     fn = "flush"
-    call = _check_layers(fn, states, u_rings, k_rings, g_rings)
+    call = _check_layers(fn, states, u_rings, k_rings, g_rings, window)
     device, pool, ring_slots = states[0].device, states[0].shape[0], k_rings[0].shape[2]
     check_tensor(fn, "slots", slots, ["n"], INT_DTYPES, device)
     check_slot_words(fn, pool, device, {"ring_start": ring_start, "num_committed": num_committed, "status": status})
     check_tensor(fn, "step_records", step_records, [pool, "num_layers"], [torch.int32], device)
+    chosen = select(backend, call)
+    whole = fused(chosen, "flush")
+    if whole is not None:
+        whole(
+            states, u_rings, k_rings, g_rings, slots, ring_start, num_committed, step_records, status, window, null_slot
+        )
+        return
     slots = slots.long()
     if on_host(states[0]):
         check_slots(fn, "slots", slots.tolist(), pool, null_slot)
@@ -110,7 +125,7 @@ def flush(
     slots = slots[(slots >= 0) & (slots < pool) & (slots != null_slot)]
     slots = slots[usable(slots, step_records, status)]
     start, count = ring_start[slots].long(), num_committed[slots].long()
-    select(backend, call).fold_slots(states, u_rings, k_rings, g_rings, slots, slots, start, count, window, status)
+    chosen.fold_slots(states, u_rings, k_rings, g_rings, slots, slots, start, count, window, status)
     ring_start[slots] = ((start + count) % ring_slots).to(torch.int32)
     num_committed[slots] = 0
 
@@ -133,14 +148,20 @@ def read_state(
     pool = state.shape[0]
     check_tensor(fn, "slots", slots, ["n"], INT_DTYPES, state.device)
     check_slot_words(fn, pool, state.device, {"ring_start": ring_start, "num_committed": num_committed})
+    call = Call(fn, state.device.type, None, state.dtype, k_ring.dtype, sizes, window)
+    chosen = select(backend, call)
+    whole = fused(chosen, "read_slots")
+    if whole is not None:
+        out = state.new_empty(slots.shape[0], *state.shape[1:], dtype=torch.float32)
+        whole(state, u_ring, k_ring, g_ring, slots, ring_start, num_committed, window, null_slot, out)
+        return out
     slots = slots.long()
     if on_host(state) and any(slot >= pool for slot in slots.tolist()):
         raise SlotError(f"{fn}: slots: expected slots below {pool}, got {slots.tolist()}")
     slots = torch.where((slots < pool) & (slots != null_slot), slots, -1)
     safe = slots.clamp(min=0)
     out = state.new_zeros(slots.shape[0], *state.shape[1:], dtype=torch.float32)
-    call = Call(fn, state.device.type, None, state.dtype, k_ring.dtype, sizes, window)
-    select(backend, call).read_state(
+    chosen.read_state(
         state, u_ring, k_ring, g_ring, slots, ring_start[safe].long(), num_committed[safe].long(), window, out
     )
     return out

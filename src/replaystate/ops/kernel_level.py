@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, INT_DTYPES, check_inference, check_no_overlap, check_rows, check_slots, check_tensor
 from ..errors import ArgumentError, SlotError
-from ..kernels import Call, select
+from ..kernels import Backend, Call, fused, select
 from ..shapes import check_window, flush_min
 from .common import check_rings, check_src_dst, on_host
 
@@ -80,6 +80,49 @@ def ucache_flush(
         hist_len.copy_(torch.where(folded, 0, hist_len))
 
 
+def can_step_for_adapter(mixed_qkv: Tensor, state: Tensor, k_ring: Tensor, window: int, width: int) -> bool:
+    """Whether the backend that would run this steps straight from ragged rows (`adapter_step`)."""
+    return fused(_adapter_backend(mixed_qkv, state, k_ring, window, width), "adapter_step") is not None
+
+
+def _adapter_backend(mixed_qkv: Tensor, state: Tensor, k_ring: Tensor, window: int, width: int) -> Backend:
+    HV, V, K = state.shape[1:]
+    sizes = (k_ring.shape[1], HV, K, V)
+    return select(
+        "auto",
+        Call("adapter_step", state.device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, sizes, window, width),
+    )
+
+
+def adapter_step(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    output: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    executed_width: int,
+    window: int,
+    null_slot: int,
+    scale: float,
+) -> None:
+    """The serving adapter's step from ragged rows into padded output; arguments are checked by the adapter."""
+    check_rings("run_gdn_replayssm", state, u_ring, k_ring, g_ring, ("u", "k", "g"))
+    step = fused(_adapter_backend(mixed_qkv, state, k_ring, window, executed_width), "adapter_step")
+    step(
+        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, output,
+        state_indices, query_start_loc, executed_width, window, null_slot, scale,
+    )  # fmt: skip
+
+
 def prefix_materialize(
     state: Tensor,
     src_slots: Tensor,
@@ -102,13 +145,23 @@ def prefix_materialize(
     rows = src_slots.shape[0]
     for name, x in (("dst_slots", dst_slots), ("cache_base", cache_base), ("count", count)):
         check_tensor(fn, name, x, [rows], INT_DTYPES, device)
-    src, dst, count = src_slots.long(), dst_slots.long(), count.long()
-    skip = (src < 0) | (dst < 0) | (count < 0) | (count > window) | (src >= pool) | (dst >= pool)
     if (active_request_indices is None) != (num_active is None):
         raise ArgumentError(f"{fn}: active_request_indices and num_active: expected both or neither")
     if active_request_indices is not None and num_active is not None:
         check_tensor(fn, "active_request_indices", active_request_indices, ["n"], INT_DTYPES, device)
         check_tensor(fn, "num_active", num_active, [1], INT_DTYPES, device)
+    call = Call("fold_slots", device.type, None, state.dtype, k_cache.dtype, sizes, window)
+    kernels = select(backend, call)
+    whole = fused(kernels, "prefix_materialize")
+    if whole is not None:
+        whole(
+            state, src_slots, dst_slots, k_cache, u_cache, g_cache, cache_base, count, active_request_indices,
+            num_active, window,
+        )  # fmt: skip
+        return
+    src, dst, count = src_slots.long(), dst_slots.long(), count.long()
+    skip = (src < 0) | (dst < 0) | (count < 0) | (count > window) | (src >= pool) | (dst >= pool)
+    if active_request_indices is not None and num_active is not None:
         listed = active_request_indices.long()
         if on_host(state):
             active = listed.tolist()[: max(0, int(num_active))]
@@ -126,5 +179,4 @@ def prefix_materialize(
         check_src_dst(fn, torch.where(skip, -1, src).tolist(), torch.where(skip, -1, dst).tolist(), pool, -1)
     src, dst = torch.where(skip, -1, src), torch.where(skip, -1, dst)
     start = cache_base.long() % ring_slots
-    call = Call("fold_slots", device.type, None, state.dtype, k_cache.dtype, sizes, window)
-    select(backend, call).fold_slots([state], [u_cache], [k_cache], [g_cache], src, dst, start, count, window, None)
+    kernels.fold_slots([state], [u_cache], [k_cache], [g_cache], src, dst, start, count, window, None)

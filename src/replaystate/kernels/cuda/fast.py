@@ -1,0 +1,183 @@
+"""Which of the tensor-core step kernels runs a call, if any; the general one runs the rest.
+
+A variant is the kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a
+warp has `cpw` tiles of 32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the
+time only, never a bit of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import compiler
+from .compiler import Program
+
+if TYPE_CHECKING:
+    from .launch import Operand
+
+_CODES = {torch.float16: 1, torch.bfloat16: 2}
+_F16, _BF16 = torch.float16, torch.bfloat16
+
+
+class Choice(NamedTuple):
+    """A fast kernel and how to launch it."""
+
+    program: Program
+    blocks_per_row: int
+    shared_bytes: int
+    v_block: int
+
+
+class Variant(NamedTuple):
+    """Compile-time constants of `step_fast.cu`."""
+
+    state: torch.dtype
+    io: torch.dtype
+    ring: torch.dtype
+    lanes: int
+    window: int
+    nhv: int
+    vs: int
+    cpw: int
+    vec: bool = True
+    plain: bool = True
+
+    @property
+    def warps(self) -> int:
+        """Warps in a block."""
+        return self.nhv * 4 // self.vs // self.cpw
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        split = _BF16 in (self.state, self.ring)
+        rows, stride = 2 * self.lanes, 2 * self.lanes + 4
+        keys = 256 * (self.window + rows * (3 if split else 1))
+        head = self.window + self.lanes * rows + rows + self.lanes + 4
+        return self.warps * self.cpw * 8192 + keys + 4 * ((self.window + self.lanes) * stride + self.nhv * head)
+
+    @property
+    def resident(self) -> int:
+        """Blocks that fit a multiprocessor of the H200 at once; fewer may elsewhere."""
+        threads = 32 * self.warps
+        registers = 80 if self.lanes < 16 and self.cpw == 1 else 128
+        blocks = min(12, 233472 // (self.shared_bytes + 1024), 65536 // (registers * threads))
+        return max(1, blocks)
+
+    @property
+    def program(self) -> Program:
+        """What to compile."""
+        macros = (
+            ("STATE_D", _CODES[self.state]), ("IO_D", _CODES[self.io]), ("RING_D", _CODES[self.ring]),
+            ("TT", self.lanes), ("WIN", self.window), ("NHV", self.nhv), ("VS", self.vs), ("CPW", self.cpw),
+            ("VEC", int(self.vec)), ("PLAIN", int(self.plain)), ("MIN_BLOCKS", self.resident),
+        )  # fmt: skip
+        return Program("mma.cuh+step_fast.cu", "step_fast", macros, 32 * self.warps)
+
+
+RARE_SPLIT = (1, 1, 1)
+
+SHIPPED = tuple(
+    Variant(state, io, ring, lanes, window, *split)
+    for state, io, ring in ((_F16, _BF16, _F16), (_F16, _F16, _F16), (_BF16, _BF16, _BF16))
+    for lanes, window in ((4, 16), (8, 16), (16, 32))
+    for split in ((1, 1, 1), (2, 1, 1))
+)
+"""Compiled for every architecture by the tests. Others (e.g. float16 state beside bfloat16 rings) compile on demand."""
+
+
+@functools.cache
+def _table() -> dict[str, list[list[int]]]:
+    """Architecture, with or without token lanes -> rows of [most value heads in the batch, nhv, vs, cpw], ascending.
+
+    A user's table goes first: $REPLAYSTATE_TUNING, else tuning.json beside the compiled kernels.
+    """
+    shipped: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "tuning.json").read_text())
+    user = Path(os.environ.get("REPLAYSTATE_TUNING", compiler.cache_dir() / "tuning.json"))
+    if user.is_file():
+        shipped.update(json.loads(user.read_text()))
+    return shipped
+
+
+def _rows(arch: str, lanes: int) -> list[list[int]]:
+    """The rows for an architecture ("sm_90", or "sm_90/16" for 16 token lanes), else the default ones."""
+    table = _table()
+    names = (f"{arch}/{lanes}", arch, f"default/{lanes}", "default")
+    return next(table[name] for name in names if name in table)
+
+
+@functools.lru_cache(maxsize=4096)
+def split(arch: str, lanes: int, batch_heads: int, group: int) -> tuple[int, int, int]:
+    """(nhv, vs, cpw) for a batch of so many value heads, `group` of them to a key head."""
+    rows = _rows(arch, lanes)
+    nhv, vs, cpw = next(row[1:] for row in rows if batch_heads <= row[0] or row[0] < 0)
+    return (nhv if group % nhv == 0 else 1), vs, cpw
+
+
+def variants_for(
+    state: torch.dtype, io: torch.dtype, ring: torch.dtype, width: int, W: int, arch: str, group: int
+) -> list[Variant]:
+    """Every variant that steps of this kind may use on an architecture: what a warm-up compiles."""
+    if not {state, io, ring} <= set(_CODES) or W > 32 or width > 16:
+        return []
+    rows = _rows(arch, _lanes(width))
+    splits = sorted({((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows})
+    kind = (state, io, ring, _lanes(width), 16 if W <= 16 else 32)
+    rare = [Variant(*kind, *RARE_SPLIT, vec, plain) for vec, plain in ((True, False), (False, True), (False, False))]
+    return [Variant(*kind, *split) for split in splits] + rare
+
+
+def _lanes(width: int) -> int:
+    return 4 if width <= 4 else 8 if width <= 8 else 16
+
+
+def choose(
+    operands: tuple[Operand, ...],
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    *,
+    B: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    W: int,
+    R: int,
+    width: int,
+    device: int,
+    plain: bool,
+) -> Choice | None:
+    """The fast kernel for a step, or None: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
+    io = operands[0].dtype
+    if K != 128 or V != 128 or B > 65535 or W > 32 or width > 16 or R & (R - 1):
+        return None
+    if io not in _CODES or state.dtype not in _CODES or k_ring.dtype not in _CODES or u_ring.dtype != k_ring.dtype:
+        return None
+    if any(x.dtype != io for x in operands):
+        return None
+    if any(x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8) for x in (state, u_ring, k_ring)):
+        return None
+    if max(state.stride(0), u_ring.stride(0), k_ring.stride(0), *(s for x in operands for s in x.strides)) >= 1 << 31:
+        return None
+    arch = compiler.architecture(device)
+    nhv, vs, cpw = split(arch, _lanes(width), B * HV, HV // H)
+    vector = all(x.strides[-1] == 1 and x.ptr % 8 == 0 and not any(s % 4 for s in x.strides[:3]) for x in operands)
+    if not (vector and plain):
+        # Rare forms are not tuned: one split keeps the number of compiled kernels small. The bits are the same.
+        nhv, vs, cpw = RARE_SPLIT
+    variant = _variant(state.dtype, io, k_ring.dtype, _lanes(width), 16 if W <= 16 else 32, nhv, vs, cpw, vector, plain)
+    return Choice(variant[0], HV // nhv * vs, variant[1], V // vs)
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(*constants: object) -> tuple[Program, int]:
+    variant = Variant(*constants)  # type: ignore[arg-type]
+    return variant.program, variant.shared_bytes
