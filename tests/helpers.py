@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from replaystate import GDNShape, ReplayCache, reference, replay_step
+from replaystate.kernels import registry, torch_backend
 from replaystate.reference import Window
 
 # H != HV, K != V, and none of them a multiple of a vector register: a swapped dim or head cannot go unnoticed.
@@ -301,7 +302,8 @@ def assert_unchanged(cache: ReplayCache, before: dict[str, Any], *, but: Sequenc
 def device_semantics() -> Iterator[None]:
     """Run checks as on a device: values are not read on the host, so kernels clamp and set status bits.
 
-    Patches the one question that the library asks, "do these values lie on the host?", wherever it is asked.
+    Patches the one question that the library asks, "do these values lie on the host?", wherever it is asked. Calls run
+    on the torch backend, the one that also serves devices without kernels of their own.
     """
     asking = [
         module
@@ -310,6 +312,8 @@ def device_semantics() -> Iterator[None]:
     ]
     assert asking
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(registry, "BY_PREFERENCE", (torch_backend,)))
+        stack.enter_context(mock.patch.object(registry, "_select", registry._select.__wrapped__))
         stack.enter_context(mock.patch.object(ReplayCache, "_on_host", return_value=False))
         for module in asking:
             stack.enter_context(mock.patch.object(module, "on_host", return_value=False))

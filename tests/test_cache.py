@@ -963,7 +963,7 @@ def test_device_step_with_bad_cursors_kills_the_slot(start: int, count: int) -> 
 def test_device_step_cuts_long_rows() -> None:
     cache, cut = small(num_layers=1), small(num_layers=1)
     x = random_inputs(tokens=6)
-    expected = replay_step(*x.rows(slice(0, 4)), cut, 0, [2], bounds_of([4]), executed_width=4)
+    expected = replay_step(*x.rows(slice(0, 4)), cut, 0, [2], bounds_of([4]), executed_width=4, backend="torch")
     with device_semantics():
         y = replay_step(*x, cache, 0, [2], bounds_of([6]), executed_width=4)
     assert_same_bits(y[:4], expected)

@@ -156,19 +156,19 @@ earlier text are accepted more often than with a large model. Sampling keeps it 
 
 SAMPLE = """Prompt:
 
-```python
+```text
 {prompt}
 ```
 
 Greedy:
 
-```python
+```text
 {greedy}
 ```
 
 Sampled at temperature {temperature}:
 
-```python
+```text
 {sampled}
 ```
 """

@@ -32,12 +32,20 @@ __all__ = ["ReplayCache", "from_k_major", "to_k_major"]
 
 
 def to_k_major(state: Tensor) -> Tensor:
-    """[..., V, K] -> [..., K, V], contiguous: for engines that keep the state K-major (transformers, vLLM on CPU)."""
+    """[..., V, K] -> [..., K, V], contiguous: for engines that keep the state K-major (transformers, vLLM on CPU).
+
+    >>> to_k_major(torch.zeros(4, 32, 64)).shape
+    torch.Size([4, 64, 32])
+    """
     return state.transpose(-1, -2).contiguous()
 
 
 def from_k_major(state: Tensor) -> Tensor:
-    """[..., K, V] -> [..., V, K], contiguous."""
+    """[..., K, V] -> [..., V, K], contiguous.
+
+    >>> from_k_major(torch.zeros(4, 64, 32)).shape
+    torch.Size([4, 32, 64])
+    """
     return state.transpose(-1, -2).contiguous()
 
 

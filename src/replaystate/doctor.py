@@ -1,6 +1,6 @@
 """What a bug report needs to know of this machine: versions, devices, and which backend runs and why.
 
-Nothing here identifies a user: no paths, no host name, and of the environment only the variables in `VARIABLES`.
+Nothing here identifies a user: no host name, no paths but what a variable of `VARIABLES` holds, and no other variables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from .kernels import backends, flashinfer
+from .kernels import BackendInfo, backends, cpu_backend, flashinfer
 
 PACKAGES = (
     "numpy",
@@ -36,6 +36,7 @@ EXTRAS = {"hf": ("transformers", "safetensors"), "cli": ("typer", "rich")}
 """The packages of each extra that a user may want."""
 
 VARIABLES = (
+    "REPLAYSTATE_CPU_KERNELS",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
@@ -59,15 +60,15 @@ def examine() -> dict[str, Any]:
     | extras | by name: installed, missing packages |
     | transformers | usable, and the reason why not: whether `replaystate.transformers` can be imported |
     | devices | type, name, and what is known of each |
-    | backends | name, usable, reason of each, best first |
+    | backends | name, usable, reason of each, best first; isa of the CPU kernels: the instruction set that runs |
     | flashinfer | usable, reason: whether the serving adapter would take FlashInfer's kernel |
     | environment | the variables of `VARIABLES` that are set |
 
     Notes: imports transformers where it is installed (seconds), and asks CUDA which devices there are.
 
     >>> found = examine()
-    >>> [backend["name"] for backend in found["backends"] if backend["usable"]]
-    ['torch']
+    >>> "torch" in [backend["name"] for backend in found["backends"] if backend["usable"]]
+    True
     """
     packages = {name: _version(name) for name in PACKAGES}
     why_not_hf = _integration_reason()
@@ -88,7 +89,7 @@ def examine() -> dict[str, Any]:
         "extras": {name: _extra(needed) for name, needed in EXTRAS.items()},
         "transformers": {"usable": why_not_hf is None, "reason": why_not_hf},
         "devices": _devices(),
-        "backends": [{"name": info.name, "usable": info.usable, "reason": info.reason} for info in backends()],
+        "backends": [_backend(info) for info in backends()],
         "flashinfer": {"usable": flashinfer_reason is None, "reason": flashinfer_reason},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
@@ -126,6 +127,13 @@ def as_text(found: dict[str, Any]) -> str:
         "\n".join([title, *(f"  {name:<{width}}{value}" for name, value in rows)]) for title, rows in sections.items()
     ]
     return "\n\n".join(blocks)
+
+
+def _backend(info: BackendInfo) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": info.name, "usable": info.usable, "reason": info.reason}
+    if info.name == cpu_backend.NAME and info.usable:
+        entry["isa"] = cpu_backend.isa()
+    return entry
 
 
 def _version(name: str) -> str | None:
@@ -192,7 +200,9 @@ def _device_text(device: dict[str, Any]) -> str:
 
 
 def _usable_text(entry: dict[str, Any]) -> str:
-    return "usable" if entry["usable"] else f"not usable: {entry['reason']}"
+    if not entry["usable"]:
+        return f"not usable: {entry['reason']}"
+    return f"usable ({entry['isa']})" if "isa" in entry else "usable"
 
 
 def _extra_text(extra: dict[str, Any]) -> str:

@@ -85,6 +85,18 @@ def gated_delta_rule_mtp_ucache_flush(
         Cost as `replay_step`. A row's bits do not depend on the other rows.
 
     Source: contract section 6. The window is R/2 rows, as upstream (16 of 32).
+
+    >>> B, T, H, HV, K, V, R = 2, 4, 1, 2, 8, 8, 32
+    >>> state, k_cache, u_cache = torch.zeros(B, HV, V, K), torch.zeros(B, H, R, K), torch.zeros(B, HV, R, V)
+    >>> g_cache, hist_len, cache_base = torch.zeros(B, HV, R), *torch.zeros(2, B, dtype=torch.int32)
+    >>> y = gated_delta_rule_mtp_ucache_flush(
+    ...     torch.zeros(HV), torch.randn(B, T, HV), torch.zeros(HV), q=torch.randn(B, T, H, K), k=torch.randn(B, T, H, K),
+    ...     v=torch.randn(B, T, HV, V), b=torch.randn(B, T, HV), initial_state_source=state, k_cache=k_cache,
+    ...     u_cache=u_cache, g_cache=g_cache, hist_len=hist_len, cache_base=cache_base,
+    ... )
+    >>> hist_len += 3  # the caller accepts three of the four tokens of every row
+    >>> y.shape
+    torch.Size([2, 4, 2, 8])
     """
     fn = "gated_delta_rule_mtp_ucache_flush"
     if softplus_beta != 1.0 or softplus_threshold != 20.0:
@@ -164,6 +176,13 @@ def gdn_prefix_materialize(
         Cost: one read and one write of HV V K elements a row, plus `count` ring rows. No host sync is needed.
 
     Source: contract section 7.
+
+    >>> state, k_cache, u_cache = torch.ones(4, 2, 8, 8), torch.zeros(4, 1, 32, 8), torch.zeros(4, 2, 32, 8)
+    >>> src, dst, base, count = (torch.tensor([x], dtype=torch.int32) for x in (1, 3, 0, 0))
+    >>> _ = state[3].zero_()
+    >>> _ = gdn_prefix_materialize(state, src, dst, k_cache, u_cache, torch.zeros(4, 2, 32), base, count)
+    >>> bool((state[3] == 1).all())  # count 0 copies the checkpoint
+    True
     """
     fn = "gdn_prefix_materialize"
     given = {"state": state, "src_slots": src_slots, "dst_slots": dst_slots, "k_cache": k_cache, "u_cache": u_cache}

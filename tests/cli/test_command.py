@@ -78,9 +78,8 @@ def test_doctor_json(command: Command) -> None:
     assert found["extras"]["cli"] == {"installed": True, "missing": []}
     assert found["transformers"] == {"usable": True, "reason": None}
     assert found["devices"][0]["type"] == "cpu"
-    assert found["backends"] == [
-        {"name": info.name, "usable": info.usable, "reason": info.reason} for info in replaystate.backends()
-    ]
+    listed = [(backend["name"], backend["usable"], backend["reason"]) for backend in found["backends"]]
+    assert listed == [(info.name, info.usable, info.reason) for info in replaystate.backends()]
     assert found["flashinfer"]["usable"] is (found["flashinfer"]["reason"] is None)
 
 

@@ -96,8 +96,10 @@ class Slot:
 class TokenModel:
     """What a cache of these sizes must hold and answer."""
 
-    def __init__(self, shape: GDNShape, layers: list[Layer], window: int, ring_slots: int) -> None:
-        self.shape, self.layers, self.W, self.R = shape, layers, window, ring_slots
+    def __init__(
+        self, shape: GDNShape, layers: list[Layer], window: int, ring_slots: int, scale: float | None = None
+    ) -> None:
+        self.shape, self.layers, self.W, self.R, self.scale = shape, layers, window, ring_slots, scale
         self.slots: dict[int, Slot] = {}
 
     def new(self, slot: int) -> None:
@@ -172,4 +174,4 @@ class TokenModel:
     def _recurrent(self, layer: int, tokens: Tokens, bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.layers[layer]
         inputs = (tokens.mixed_qkv, tokens.a, tokens.b, weights.A_log, weights.dt_bias)
-        return recurrent(*(x.double() for x in inputs), self.shape, bounds, initial_state=states)
+        return recurrent(*(x.double() for x in inputs), self.shape, bounds, initial_state=states, scale=self.scale)

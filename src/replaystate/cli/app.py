@@ -184,7 +184,9 @@ def verify_command(
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this backend; default: all usable ones.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEV", help="Device of torch, e.g. cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(metavar="DEV", help="Only this device of torch; default: cpu, and cuda where it is.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check the numerics of every usable backend against float64; exit 1 on a miss.
@@ -199,7 +201,7 @@ def verify_command(
     else:
         output.print_report(report)
     if not report.checks:
-        output.note(f"no backend can run anything on {device}")
+        output.note(f"no backend can run anything on {', '.join(report.devices)}")
         raise typer.Exit(Exit.ENVIRONMENT)
     if not report.ok:
         raise typer.Exit(Exit.FAILED)

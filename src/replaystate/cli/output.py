@@ -162,10 +162,10 @@ def print_generation(outcome: Outcome) -> None:
 
 
 def verify_tables(report: Report) -> list[Table]:
-    """One table for each backend: the share of its limit that each error takes, by width."""
+    """One table for each backend and device: the share of its limit that each error takes, by width."""
     tables = []
-    for backend in dict.fromkeys(check.backend for check in report.checks):
-        table = _table(title=f"backend {backend} on {report.device}: error as % of its limit, by tokens per row")
+    for backend, device in dict.fromkeys((check.backend, check.device) for check in report.checks):
+        table = _table(title=f"backend {backend} on {device}: error as % of its limit, by tokens per row")
         table.add_column("op")
         table.add_column("io/state/ring")
         for width in WIDTHS:
@@ -173,7 +173,7 @@ def verify_tables(report: Report) -> list[Table]:
         table.add_column("any", justify="right")
         table.add_column("error", justify="right")
         table.add_column("limit", justify="right")
-        mine = [check for check in report.checks if check.backend == backend]
+        mine = [check for check in report.checks if (check.backend, check.device) == (backend, device)]
         for op, dtypes in dict.fromkeys((check.op, check.dtypes) for check in mine):
             group = [check for check in mine if (check.op, check.dtypes) == (op, dtypes)]
             worst = max(group, key=lambda check: check.error / check.limit)
@@ -199,11 +199,12 @@ def verify_json(report: Report) -> dict[str, Any]:
     return {
         "command": "verify",
         "ok": report.ok,
-        "device": report.device,
+        "devices": list(report.devices),
         "seconds": round(report.seconds, 3),
         "checks": [
             {
                 "backend": check.backend,
+                "device": check.device,
                 "op": check.op,
                 "io_dtype": _name(check.dtypes.io),
                 "state_dtype": _name(check.dtypes.state),
@@ -220,10 +221,11 @@ def verify_json(report: Report) -> dict[str, Any]:
         "skipped": [
             {
                 "backend": skip.backend,
+                "device": skip.device,
                 "op": skip.op,
-                "io_dtype": _name(skip.dtypes.io),
-                "state_dtype": _name(skip.dtypes.state),
-                "ring_dtype": _name(skip.dtypes.ring),
+                "io_dtype": _name(skip.dtypes.io) if skip.dtypes else None,
+                "state_dtype": _name(skip.dtypes.state) if skip.dtypes else None,
+                "ring_dtype": _name(skip.dtypes.ring) if skip.dtypes else None,
                 "reason": skip.reason,
             }
             for skip in report.skipped
@@ -272,20 +274,16 @@ def print_report(report: Report) -> None:
         console.print()
     worst: dict[tuple[object, ...], Check] = {}
     for check in report.failures:
-        group = (check.backend, check.op, check.dtypes)
+        group = (check.backend, check.device, check.op, check.dtypes)
         if group not in worst or check.error / check.limit > worst[group].error / worst[group].limit:
             worst[group] = check
     for failure in worst.values():
         names = "/".join(SHORT[str(dtype)] for dtype in failure.dtypes)
         width = "" if failure.width is None else f" width {failure.width}"
-        console.print(
-            f"FAIL {failure.backend} {failure.op} {names}{width}: {failure.quantity} error {failure.error:.2e}, limit "
-            f"{failure.limit:.2e}; {failure.place}",
-            style="red",
-            soft_wrap=True,
-            markup=False,
-        )
-    for reason in dict.fromkeys((skip.backend, skip.op, skip.reason) for skip in report.skipped):
-        console.print("not run: backend {}, {}: {}".format(*reason), soft_wrap=True, markup=False)
+        what = f"{failure.backend} on {failure.device}: {failure.op} {names}{width}"
+        error = f"{failure.quantity} error {failure.error:.2e}, limit {failure.limit:.2e}"
+        console.print(f"FAIL {what}: {error}; {failure.place}", style="red", soft_wrap=True, markup=False)
+    for reason in dict.fromkeys((skip.backend, skip.device, skip.op, skip.reason) for skip in report.skipped):
+        console.print("not run: backend {} on {}, {}: {}".format(*reason), soft_wrap=True, markup=False)
     verdict = f"{len(report.checks)} checks, {len(report.failures)} above their limits, {report.seconds:.1f} s"
     console.print(verdict, style="bold green" if report.ok else "bold red")

@@ -175,7 +175,11 @@ def fused(backend: Backend, op: str) -> Any:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """A backend's name, and why it cannot be used on this machine (None when it can)."""
+    """A backend's name, and why it cannot be used on this machine (None when it can).
+
+    >>> BackendInfo("abacus", "no beads").usable
+    False
+    """
 
     name: str
     reason: str | None
@@ -193,7 +197,7 @@ def backends() -> list[BackendInfo]:
     """Every backend, best first, each with the reason why it is not usable here (None when it is).
 
     >>> [info.name for info in backends()]
-    ['cpu', 'torch']
+    ['cuda', 'cpu', 'torch']
     """
     return [BackendInfo(backend.NAME, backend.usable()) for backend in BY_PREFERENCE]
 

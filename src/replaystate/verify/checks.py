@@ -264,6 +264,7 @@ def materialize(case: Case, backend: str, device: torch.device) -> None:
         place = f"{count} rows of {_describe(slot, twin, None)}"
         eager = twin.eager_state(count).to(case.dtypes.state)
         case.compare("state", place, pool.state[target], eager, _exact_prefix(twin, count))
+    case.require(not bool(pool.status.any()), "status bits are set")
     before = pool.bits()
     ops.flush(*buffers, torch.tensor([5, 3, 1, 2, 4], device=device), *words, WINDOW, NULL_SLOT, backend)
     _untouched(case, pool, before, (NULL_SLOT, BYSTANDER, *targets))

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ArgumentError, BackendError
-from ..kernels import backends
+from ..kernels import Call, backends, select
 from ..shapes import GDNShape
 from .checks import FLOOR, Case, Run, cases
-from .scenario import Dtypes
+from .scenario import WINDOW, Dtypes
 
 CANNOT = "cannot run this call: "
 """What `replaystate.kernels.select` says before a backend's own reason."""
 
+EVERY_OP = "every op"
+
 
 @dataclass(frozen=True)
 class Check:
-    """One op at one width in one set of dtypes on one backend, over all shapes.
+    """One op at one width in one set of dtypes on one backend and device, over all shapes.
 
     Args:
-        backend, op: what ran.
+        backend, device, op: what ran, and where.
         dtypes: of inputs and outputs, checkpoints, and k and u rings.
         width: tokens per row; None for ops without steps.
         quantity: "output" or "state".
@@ -33,6 +35,7 @@ class Check:
     """
 
     backend: str
+    device: str
     op: str
     dtypes: Dtypes
     width: int | None
@@ -49,11 +52,19 @@ class Check:
 
 @dataclass(frozen=True)
 class Skip:
-    """An op that a backend says it cannot run, and its reason. Not a failure."""
+    """What a backend says it cannot run, and its reason. Not a failure.
+
+    Args:
+        backend, device: which backend, and where.
+        op: an op, or `EVERY_OP`.
+        dtypes: those of the calls; None for `EVERY_OP`.
+        reason: the backend's own words.
+    """
 
     backend: str
+    device: str
     op: str
-    dtypes: Dtypes
+    dtypes: Dtypes | None
     reason: str
 
 
@@ -61,7 +72,7 @@ class Skip:
 class Report:
     """What `verify` found."""
 
-    device: str
+    devices: tuple[str, ...]
     checks: tuple[Check, ...]
     skipped: tuple[Skip, ...]
     seconds: float
@@ -77,12 +88,15 @@ class Report:
         return tuple(check for check in self.checks if not check.ok)
 
 
-def verify(backend: str | None = None, device: str = "cpu", progress: Callable[[str], None] | None = None) -> Report:
+def verify(
+    backend: str | None = None, device: str | None = None, progress: Callable[[str], None] | None = None
+) -> Report:
     """Check the numerics of backends against float64.
 
     Args:
         backend: name of one of `replaystate.backends()`; None: every one that is usable here.
-        device: where the backends run, e.g. "cuda". The truth is always computed on the CPU.
+        device: where the backends run, e.g. "cuda"; None: on the CPU, and on the CUDA device where there is one, each
+            backend where it can. The truth is always computed on the CPU.
         progress: called with a line of text before each group of checks.
 
     Returns:
@@ -92,15 +106,15 @@ def verify(backend: str | None = None, device: str = "cpu", progress: Callable[[
         ArgumentError: no backend of this name, or no such device in torch.
         BackendError: the backend asked for, or the device, is not usable on this machine.
 
-    Notes: deterministic (fixed seeds), and about 10 s on one CPU core. torch runs on one thread meanwhile: the tensors
-    are small, and threads that wait for each other on a busy machine take minutes.
+    Notes: deterministic (fixed seeds), and about 10 s on one CPU core for each backend. torch runs on one thread
+    meanwhile: the tensors are small, and threads that wait for each other on a busy machine take minutes.
 
     >>> report = verify("torch")  # doctest: +SKIP
     >>> report.ok, max(check.error / check.limit for check in report.checks) < 1  # doctest: +SKIP
     (True, True)
     """
     begin = time.perf_counter()
-    where = _device(device)
+    devices = _devices(device)
     names = _names(backend)
     checks: list[Check] = []
     skipped: dict[Skip, None] = {}
@@ -108,21 +122,39 @@ def verify(backend: str | None = None, device: str = "cpu", progress: Callable[[
     torch.set_num_threads(1)
     try:
         for name in names:
-            finished: list[Case] = []
-            last = ""
-            for case, run in cases():
-                if progress is not None and case.op != last:
-                    last = case.op
-                    progress(f"verify: backend {name} on {device}: {last}")
-                reason = _run(run, case, name, where)
-                if reason is None:
-                    finished.append(case)
-                else:
-                    skipped[Skip(name, case.op, case.dtypes, reason)] = None
-            checks += _checks(name, finished)
+            for where in devices:
+                finished, skips = _run_all(name, where, progress)
+                checks += _checks(name, where, finished)
+                skipped.update(dict.fromkeys(skips))
     finally:
         torch.set_num_threads(threads)
-    return Report(str(where), tuple(checks), tuple(skipped), time.perf_counter() - begin)
+    if device is None:  # a backend that belongs to one device has no business on another
+        ran = {check.backend for check in checks}
+        skipped = {skip: None for skip in skipped if skip.op != EVERY_OP or skip.backend not in ran}
+    return Report(tuple(map(str, devices)), tuple(checks), tuple(skipped), time.perf_counter() - begin)
+
+
+def _run_all(
+    backend: str, device: torch.device, progress: Callable[[str], None] | None
+) -> tuple[list[Case], list[Skip]]:
+    """Every case on one backend and device: those that ran, and what could not."""
+    try:
+        select(backend, Call("commit", device.type, None, None, None, (0, 0, 0, 0), WINDOW))
+    except BackendError as error:
+        return [], [Skip(backend, str(device), EVERY_OP, None, str(error).partition(CANNOT)[2])]
+    finished: list[Case] = []
+    skips: list[Skip] = []
+    last = ""
+    for case, run in cases():
+        if progress is not None and case.op != last:
+            last = case.op
+            progress(f"verify: backend {backend} on {device}: {last}")
+        reason = _run(run, case, backend, device)
+        if reason is None:
+            finished.append(case)
+        else:
+            skips.append(Skip(backend, str(device), case.op, case.dtypes, reason))
+    return finished, skips
 
 
 def _run(run: Run, case: Case, backend: str, device: torch.device) -> str | None:
@@ -151,6 +183,12 @@ def _names(backend: str | None) -> list[str]:
     return [backend]
 
 
+def _devices(device: str | None) -> list[torch.device]:
+    if device is not None:
+        return [_device(device)]
+    return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
 def _device(device: str) -> torch.device:
     try:
         where = torch.device(device)
@@ -166,7 +204,7 @@ def _device(device: str) -> torch.device:
     return where
 
 
-def _checks(backend: str, finished: list[Case]) -> list[Check]:
+def _checks(backend: str, device: torch.device, finished: list[Case]) -> list[Check]:
     """One check for each (op, dtypes, width, quantity): the worst shape against the group's limit."""
     eager: dict[tuple[str, Dtypes, str], float] = {}
     for case in finished:
@@ -182,6 +220,7 @@ def _checks(backend: str, finished: list[Case]) -> list[Check]:
     return [
         Check(
             backend,
+            str(device),
             op,
             dtypes,
             width,
