@@ -89,10 +89,21 @@ def gated_delta_rule_mtp_ucache_flush(
     >>> B, T, H, HV, K, V, R = 2, 4, 1, 2, 8, 8, 32
     >>> state, k_cache, u_cache = torch.zeros(B, HV, V, K), torch.zeros(B, H, R, K), torch.zeros(B, HV, R, V)
     >>> g_cache, hist_len, cache_base = torch.zeros(B, HV, R), *torch.zeros(2, B, dtype=torch.int32)
+    >>> q, k = torch.randn(2, B, T, H, K)
     >>> y = gated_delta_rule_mtp_ucache_flush(
-    ...     torch.zeros(HV), torch.randn(B, T, HV), torch.zeros(HV), q=torch.randn(B, T, H, K), k=torch.randn(B, T, H, K),
-    ...     v=torch.randn(B, T, HV, V), b=torch.randn(B, T, HV), initial_state_source=state, k_cache=k_cache,
-    ...     u_cache=u_cache, g_cache=g_cache, hist_len=hist_len, cache_base=cache_base,
+    ...     torch.zeros(HV),
+    ...     torch.randn(B, T, HV),
+    ...     torch.zeros(HV),
+    ...     q=q,
+    ...     k=k,
+    ...     v=torch.randn(B, T, HV, V),
+    ...     b=torch.randn(B, T, HV),
+    ...     initial_state_source=state,
+    ...     k_cache=k_cache,
+    ...     u_cache=u_cache,
+    ...     g_cache=g_cache,
+    ...     hist_len=hist_len,
+    ...     cache_base=cache_base,
     ... )
     >>> hist_len += 3  # the caller accepts three of the four tokens of every row
     >>> y.shape
