@@ -96,9 +96,10 @@ class Slot:
 
     def step(self, tokens: Tokens, layer: Layer, dtypes: Dtypes, width: int, accepted: int) -> tuple[Tensor, Tensor]:
         """Outputs [T, HV, V] of the truth and of the eager recurrence; then commit the accepted tokens of the step."""
-        y, _, rows = eager_recurrence(tokens, layer, self.eager_state())
+        before = self.eager_state()
+        y, _, rows = eager_recurrence(tokens, layer, before)
         if self.window.length >= flush_min(WINDOW, width):
-            self.checkpoint = self.eager_state().to(dtypes.state)
+            self.checkpoint = before.to(dtypes.state)
             self.start = (self.start + self.window.length) % RING_SLOTS
             self.window = Window(*(x[:0] for x in self.window))
         stored = Window(rows.k.to(dtypes.ring), rows.u.to(dtypes.ring), rows.g)
