@@ -20,6 +20,9 @@ from .kernels import BackendInfo, backends, cpu_backend, flashinfer
 PACKAGES = (
     "numpy",
     "triton",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
     "flashinfer-python",
     "transformers",
     "tokenizers",
@@ -32,7 +35,7 @@ PACKAGES = (
     "rich",
 )
 
-EXTRAS = {"hf": ("transformers", "safetensors"), "cli": ("typer", "rich")}
+EXTRAS = {"hf": ("transformers", "safetensors"), "cli": ("typer", "rich"), "cuda": ("cuda-core", "cuda-bindings")}
 """The packages of each extra that a user may want."""
 
 VARIABLES = (

@@ -443,3 +443,15 @@ def test_state_traffic_is_counted(model, tokens):
     assert counted.state_bytes_written == checkpoint + 17 * row + checkpoint
     assert counted.state_bytes_read == 17 * checkpoint + sum(range(17)) * row
     assert isinstance(cache.gdn, GDNStates)
+
+
+def test_a_crop_by_a_tensor_counts_in_ints(model, tokens) -> None:
+    """transformers 5.17 passes a 0-d tensor; counters that became tensors would not print as JSON."""
+    cache = make_cache(model)
+    cache.activate_past_recording()
+    logits(model, tokens[:, :6], cache)
+    stats(model).clear()
+    cache.crop(torch.tensor(-2))
+    assert cache.get_seq_length() == 4
+    assert stats(model).cropped_tokens == 2
+    assert all(type(value) is int for value in vars(stats(model)).values())

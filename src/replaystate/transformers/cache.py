@@ -168,6 +168,7 @@ class ReplayDynamicCache(DynamicCache):
             ArgumentError: a positive count, or more tokens than the window holds. Nothing is changed then.
             ProtocolError: the past is not recorded (`activate_past_recording()`), or a forward did not finish.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop: tokens_to_remove: expected 0 or a negative count, got {tokens_to_remove}")
         self.gdn.check_crop(-tokens_to_remove)
