@@ -447,7 +447,7 @@ def test_state_traffic_is_counted(model, tokens):
 
 def test_a_crop_by_a_tensor_counts_in_ints(model, tokens) -> None:
     """transformers 5.17 passes a 0-d tensor; counters that became tensors would not print as JSON."""
-    cache = make_cache(model)
+    cache = make_cache(enable(model))
     cache.activate_past_recording()
     logits(model, tokens[:, :6], cache)
     stats(model).clear()
