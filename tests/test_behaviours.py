@@ -96,6 +96,24 @@ def test_01_also_when_the_engine_owns_the_cursors(backend: str) -> None:
         d.check(2)
 
 
+def test_01_also_when_the_kernel_restarts_the_cursors(backend: str) -> None:
+    """Accepted tokens survive: the kernel alone (restart_hist_on_flush=True), whose caller adds what it accepts."""
+    d = driver(backend, num_layers=1)
+    d.begin(2, start=25)
+    hist, base = torch.tensor([0]).int(), torch.tensor([25]).int()
+    for width, accepted in [(8, 7), (4, 4), (1, 1), (8, 8), (8, 3), (8, 0), (4, 4), (8, 6), (4, 1), (8, 8), (8, 8)]:
+        tokens = d.tokens(width)
+        y = d.kernel(0, [2], tokens, width, hist_len=hist, cache_base=base, restart_hist_on_flush=True)
+        truth, states = d.model.step_rows([2], 0, [tokens])[0]
+        d.check_output(y[0], truth)
+        hist += accepted
+        d.model.commit(2, width, [tokens[None, t] for t in range(accepted)], [states])
+        s = d.model.slots[2]
+        assert (int(base), int(hist)) == (s.start, s.window)
+        d.cache.ring_start[2], d.cache.num_committed[2] = s.start, s.window
+        d.check(2)
+
+
 @pytest.mark.parametrize("window", [3, 12, 13, 16])
 def test_02_accepting_nothing_changes_nothing_but_a_fold(backend: str, window: int) -> None:
     """accepted = 0 for a row: nothing but a fold changes."""
@@ -420,6 +438,30 @@ def test_07_a_prefix_inside_the_window(backend: str, start: int, count: int) -> 
     d.model.materialize(5, 5, 3)
     d.check(5)
     d.run([(5, 3)])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_07_a_prefix_of_nothing_is_the_same_bits(backend: str, dtype: torch.dtype) -> None:
+    """Contract section 7: count = 0 is an exact copy. NaN payloads, infinities, signs of zero and subnormals count."""
+    d = driver(backend, state_dtype=dtype)
+    d.fill(1, 5, start=30)
+    odd = {F32: [0x7FC12345, -1, 0x7F800000, -(1 << 31), 1], F16: [0x7E11, -1, 0x7C00, -(1 << 15), 1]}
+    odd[BF16] = [0x7FD1, -1, 0x7F80, -(1 << 15), 1]
+    for layer in range(2):
+        bits(d.cache.checkpoint(layer))[1, 0, 0, :5] = torch.tensor(odd[dtype]).to(
+            bits(d.cache.checkpoint(layer)).dtype
+        )
+    d.cache.materialize([1], [4], [0])
+    u, k, g = d.cache.rings(1)
+    rows = [torch.tensor([n]).int() for n in (1, 5, 30, 0)]  # src, dst, base, count
+    gdn_prefix_materialize(d.cache.checkpoint(1), *rows[:2], k, u, g, *rows[2:], backend=backend)
+    d.cache.crop(1, 5)
+    d.cache.fork(1, 6)
+    d.cache.flush(1)  # nothing in the window: the checkpoint stays as it is
+    for layer, slot in ((0, 4), (1, 4), (1, 5), (1, 6)):
+        state = d.cache.checkpoint(layer)
+        assert bits(state)[1, 0, 0, :5].tolist() == odd[dtype]
+        assert same_bits(state[slot], state[1])
 
 
 def test_07_an_export_holds_no_other_requests_rows(backend: str) -> None:
