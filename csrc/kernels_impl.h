@@ -16,6 +16,9 @@
 
 using namespace replaystate;
 
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 constexpr int BLOCK = 8;                   // checkpoint rows in L1 at a time; a multiple of DOT_ROWS
@@ -24,9 +27,6 @@ constexpr float NORM_EPS = 1e-6f;
 constexpr int64_t CHUNK = 16;           // tokens of one prefill chunk
 constexpr int DOT_ROWS = SUMS / 2;      // rows come in multiples of the tallest tile of dots
 static_assert(BLOCK % DOT_ROWS == 0 && BLOCK % 4 == 0);
-
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 
 template <int VALUE>
 struct Number {
@@ -64,7 +64,7 @@ struct F16 {
 
 // body(F32{}), body(BF16{}) or body(F16{}).
 template <class Body>
-inline auto with_type(DType dtype, Body body) {
+INLINE auto with_type(DType dtype, Body body) {
   if (dtype == DType::f16) return body(F16{});
   if (dtype == DType::bf16) return body(BF16{});
   return body(F32{});
@@ -77,20 +77,35 @@ inline const typename Type::Word* words(const char* p) { return reinterpret_cast
 
 // --- rows in memory <-> float32 scratch ------------------------------------------------------------------------------
 
+template <class Type>
+void load_as(float* dst, const char* from, int64_t n, int64_t padded) {
+  const auto* src = words<Type>(from);
+  int64_t i = 0;
+  for (; i + N <= n; i += N) store(dst + i, Type::load(src + i));
+  if (i < n) {
+    typename Type::Word rest[N] = {};
+    memcpy(rest, src + i, size_t(n - i) * sizeof rest[0]);
+    store(dst + i, Type::load(rest));
+    i += N;
+  }
+  for (; i < padded; i += N) store(dst + i, set1(0.0f));
+}
+
 // dst[0..n) = float(src[0..n)), zeros up to `padded` (a multiple of N).
-void load_row(float* dst, const char* from, DType dtype, int64_t n, int64_t padded) {
-  with_type(dtype, [=](auto type) {
+inline void load_row(float* dst, const char* src, DType dtype, int64_t n, int64_t padded) {
+  with_type(dtype, [&](auto type) { load_as<decltype(type)>(dst, src, n, padded); });
+}
+
+// dst[i] = float(src[i * stride]) for i < n; dst has room for whole vectors.
+void load_strided(float* dst, const char* src, DType dtype, int64_t stride, int64_t n) {
+  with_type(dtype, [&](auto type) {
     using Type = decltype(type);
-    const auto* src = words<Type>(from);
-    int64_t i = 0;
-    for (; i + N <= n; i += N) store(dst + i, Type::load(src + i));
-    if (i < n) {
-      typename Type::Word rest[N] = {};
-      memcpy(rest, src + i, size_t(n - i) * sizeof rest[0]);
-      store(dst + i, Type::load(rest));
-      i += N;
+    const auto* from = words<Type>(src);
+    for (int64_t i = 0; i < n; i += N) {
+      typename Type::Word lanes[N] = {};
+      for (int64_t j = 0; j < least(N, n - i); ++j) memcpy(lanes + j, from + (i + j) * stride, sizeof lanes[0]);
+      store(dst + i, Type::load(lanes));
     }
-    for (; i < padded; i += N) store(dst + i, set1(0.0f));
   });
 }
 
@@ -110,13 +125,13 @@ inline void store_as(typename Type::Word* dst, const float* src, int64_t n, Each
 
 // Round to dtype; what lies outside its range becomes inf, as in torch.
 void store_row(char* dst, DType dtype, const float* src, int64_t n) {
-  with_type(dtype, [=](auto type) { store_as<decltype(type)>(words<decltype(type)>(dst), src, n, [](Vec v) { return v; }); });
+  with_type(dtype, [&](auto type) { store_as<decltype(type)>(words<decltype(type)>(dst), src, n, [](Vec v) { return v; }); });
 }
 
 // Round to dtype, limited to its finite range; true when something was beyond it (NaN is not, and stays). Limits are
 // rarely met: a first pass stores without them and keeps the largest magnitude, a second runs only when it was too large.
 bool store_saturated(char* to, DType dtype, const float* src, int64_t n) {
-  return with_type(dtype, [=](auto type) {
+  return with_type(dtype, [&](auto type) {
     using Type = decltype(type);
     auto* dst = words<Type>(to);
     Vec largest = set1(0.0f);
@@ -130,13 +145,11 @@ bool store_saturated(char* to, DType dtype, const float* src, int64_t n) {
   });
 }
 
-double load_scalar(const char* p, DType dtype) {
-  float lane[N];
-  load_row(lane, p, dtype, 1, N);
-  return double(lane[0]);
+double load_scalar(const Parameter& p, int64_t i) {
+  float lanes[N];
+  load_strided(lanes, p.data + i * p.stride * size_of(p.dtype), p.dtype, 1, 1);
+  return double(lanes[0]);
 }
-
-double load_scalar(const Parameter& p, int64_t i) { return load_scalar(p.data + i * p.stride * size_of(p.dtype), p.dtype); }
 
 // --- the three pieces ------------------------------------------------------------------------------------------------
 
@@ -296,10 +309,10 @@ void substitute(float* products, float* u, const float* v, int64_t ld, int64_t T
 // --- gates and normalisation -----------------------------------------------------------------------------------------
 
 // g = -e^{A_log} softplus(x), in double. The plain product is exact in double's range for any |A_log| that is not extreme;
-// beyond it the sum of logarithms has no inf * 0.
-float log_decay(double A_log, double x) {
+// beyond it the sum of logarithms has no inf * 0. `rate` is e^{A_log}.
+float log_decay(double A_log, double rate, double x) {
   if (fabs(A_log) < 300.0 && !(x < -300.0 && x > -INFINITY)) {
-    return float(-exp(A_log) * (x > 40.0 ? x : log1p(exp(x))));
+    return float(-rate * (x > 40.0 ? x : log1p(exp(x))));
   }
   const double log_softplus = x < -37.0 ? x : log(x > 40.0 ? x : log1p(exp(x)));
   return float(-exp(A_log + log_softplus));
@@ -340,7 +353,7 @@ struct Fresh {
     T = tokens, Kp = round_up(K, N), Vp = round_up(V, N > BLOCK ? N : BLOCK), Tp = round_up(T, DOT_ROWS);
     x = arena.take((2 * T + DOT_ROWS) * Kp), gram = arena.take(2 * T * Tp);
     v = arena.take(T * Vp), u = arena.take(T * Vp), products = arena.take(2 * T * Vp);
-    beta = arena.take(T), whole = arena.take(T), weight = arena.take(T), g = arena.take(T);
+    beta = arena.take(round_up(T, N)), g = arena.take(round_up(T, N)), whole = arena.take(T), weight = arena.take(T);
     ck = arena.take(T * T), cq = arena.take(T * T);
     decay = reinterpret_cast<double*>(arena.take(2 * T)), between = reinterpret_cast<double*>(arena.take(2 * T));
   }
@@ -360,10 +373,12 @@ struct Fresh {
   // Gates, coefficients and values of value head hv.
   template <class Args>
   void load_head(const Args& args, int64_t row, int64_t first, int64_t hv) {
-    const double A_log = load_scalar(args.A_log, hv), dt_bias = load_scalar(args.dt_bias, hv);
+    const double A_log = load_scalar(args.A_log, hv), dt_bias = load_scalar(args.dt_bias, hv), rate = exp(A_log);
+    load_strided(g, args.a.at(row, first, hv), args.a.dtype, args.a.token, T);
+    load_strided(beta, args.b.at(row, first, hv), args.b.dtype, args.b.token, T);
     for (int64_t t = 0; t < T; ++t) {
-      g[t] = log_decay(A_log, load_scalar(args.a.at(row, first + t, hv), args.a.dtype) + dt_bias);
-      beta[t] = sigmoid(load_scalar(args.b.at(row, first + t, hv), args.b.dtype));
+      g[t] = log_decay(A_log, rate, double(g[t]) + dt_bias);
+      beta[t] = sigmoid(double(beta[t]));
       decay[t] = exp(double(g[t]));
       load_row(v + t * Vp, args.v.at(row, first + t, hv), args.v.dtype, args.sizes.V, Vp);
     }
@@ -410,7 +425,9 @@ struct Past {
       load_row(row, ring + at * sizes.V * size_of(u_ring.dtype), u_ring.dtype, sizes.V, Vp);
       const Vec weight = set1(float(after));
       for (int64_t i = 0; i < Vp; i += N) store(row + i, mul(weight, load(row + i)));
-      after *= exp(load_scalar(g + at * 4, DType::f32));
+      float log_decay;
+      memcpy(&log_decay, g + at * 4, 4);
+      after *= exp(double(log_decay));
     }
     decay = float(after);
   }
