@@ -1,4 +1,4 @@
-"""The three commands: their options, and what they print."""
+"""The commands: their options, and what they print."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__, doctor, verify
 from ..errors import ArgumentError, ReplayStateError
+from . import kernels as kernel_commands
 from . import output
 from .exits import Exit, exit_code_of
 from .generation import Request, generate
@@ -205,3 +206,6 @@ def verify_command(
         raise typer.Exit(Exit.ENVIRONMENT)
     if not report.ok:
         raise typer.Exit(Exit.FAILED)
+
+
+kernel_commands.register(app, _errors_as_exit_codes)
