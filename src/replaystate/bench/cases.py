@@ -248,9 +248,7 @@ class Recurrence(Case):
     def run(self, number: int) -> Tensor:
         """T tokens of every row, one after the other."""
         slots, T, shape = self.slots[number % self.groups], self.width, self.settings.shape
-        mixed_qkv, a, b = (
-            x.view(self.settings.rows, T, -1).float() for x in self.inputs[number % len(self.inputs)]
-        )
+        mixed_qkv, a, b = (x.view(self.settings.rows, T, -1).float() for x in self.inputs[number % len(self.inputs)])
         q, k, v = (x.unflatten(0, (-1, T)) for x in split_qkv(mixed_qkv.flatten(0, 1), shape))
         g, beta = gates(a, b, self.A_log, self.dt_bias)
         q, k = normalize(q, shape.head_k_dim**-0.5), normalize(k)

@@ -13,7 +13,7 @@ FAR_FROM_FLOOR = 0.5
 """Share of the copy bandwidth below which a large batch is listed among the weak cases."""
 
 BARS = 14
-"""Bars of one figure; the worst are drawn first."""
+"""Bars of one figure."""
 
 
 def page(results: Sequence[ResultFile]) -> str:
@@ -150,7 +150,9 @@ def _time_figures(file: ResultFile) -> Iterable[str]:
         text = f"Median microseconds against rows in the batch, both scales logarithmic. {'. '.join(sentences)}."
         chart = line_chart(case, text, series, y_name="µs, median", log_y=True)
         ordered = [result for results in variants.values() for result in results]
-        yield _figure(case, "µs against rows", legend(series) + chart, _result_table(ordered))
+        name, _, sizes = case.partition(", ")
+        caption = f"{sizes}; µs against rows" if sizes else "µs against rows"
+        yield _figure(name, caption, legend(series) + chart, _result_table(ordered))
 
 
 def _rest(file: ResultFile) -> str:
@@ -172,6 +174,7 @@ def _speed_up_figures(ratios: Sequence[SpeedUp]) -> Iterable[str]:
         for begin in range(0, len(named), BARS):
             part = named[begin : begin + BARS]
             bars = [Bar(label, ratio.times) for label, ratio in part]
+            ends = [ratio.times for ratio in members]
             losing = [label for label, ratio in part if ratio.times < 1]
             text = "Their time over ours, logarithmic: right of 1 ours is faster, left of it slower. "
             text += f"Slower: {'; '.join(losing)}. " if losing else "None is slower. "
@@ -181,7 +184,8 @@ def _speed_up_figures(ratios: Sequence[SpeedUp]) -> Iterable[str]:
                 [(label, number(r.ours_us), number(r.theirs_us), f"{number(r.times)}×") for label, r in part],
             )
             title = group + (f" ({begin // BARS + 1})" if len(named) > BARS else "")
-            yield _figure(title, common, bar_chart(title, text, bars), table)
+            chart = bar_chart(title, text, bars, lowest=min(ends), highest=max(ends))
+            yield _figure(title, common, chart, table)
 
 
 def _strip_common(labels: Sequence[str]) -> tuple[list[str], str]:
@@ -230,7 +234,10 @@ def _fold_figures(folds: Sequence[Folding]) -> Iterable[str]:
                 for fold in members
             ],
         )  # fmt: skip
-        yield _figure(case, "times a step without folds", legend(series) + chart, table)
+        name, _, sizes = case.rpartition("; ")
+        yield _figure(
+            sizes, f"{name.removeprefix('step; ')}; times a step without folds", legend(series) + chart, table
+        )
 
 
 def _maybe(x: float | None, unit: str = "") -> str:

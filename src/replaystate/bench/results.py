@@ -129,8 +129,13 @@ def _read_report(source: str, document: dict[str, Any]) -> ResultFile:
     facts = {name: str(values[name]) for name in names if values.get(name) is not None}
     results = tuple(_report_result(entry) for entry in document["results"])
     copies = sorted(float(entry["copy_gb_per_s"]) for entry in document["results"] if "copy_gb_per_s" in entry)
+    threads = environment.get("threads", 1)
     on_gpu = any(entry.get("device") == "cuda" for entry in document["results"])
-    device = environment.get("gpu") if on_gpu else f"{environment['cpu']}, {environment['threads']} threads"
+    device = (
+        environment.get("gpu")
+        if on_gpu
+        else f"{environment['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}"
+    )
     return ResultFile(
         source, str(device), document["command"], facts, copies[len(copies) // 2] if copies else None, results,
         tuple(document.get("checks", ())), tuple(document.get("skipped", ())),
@@ -167,7 +172,7 @@ def _describe(parameters: dict[str, Any]) -> str:
         words.append(f"H={parameters['H']} HV={parameters['HV']}")
     if "state" in parameters:
         state, ring, io = (SHORT_DTYPES.get(str(parameters.get(key)), "") for key in ("state", "ring", "io"))
-        words.append(f"{state} state" + (f", {ring} rings" if ring else "") + (f", {io} io" if io else ""))
+        words.append(f"{state} state" + (f", {ring} rings" if ring else "") + (f", {io} inputs" if io else ""))
     if "T" in parameters and "filling" not in parameters:
         words.append(f"T={parameters['T']}")
     if "W" in parameters and parameters["W"] != 16:
@@ -264,7 +269,7 @@ def _width_speed_ups(file: ResultFile) -> list[SpeedUp]:
     found = []
     for result in file.results:
         single = singles.get((result.family, result.rows, result.filling))
-        if single is None or result.width in (None, 1):
+        if single is None or result.width in (None, 1) or result.variant in (*BASELINES, *MEASURED_FLOORS):
             continue
         T = int(result.width or 1)
         label = f"{result.case}, {result.variant}, {result.rows} rows"
@@ -321,5 +326,3 @@ def foldings(file: ResultFile) -> list[Folding]:
             )
         )  # fmt: skip
     return found
-
-

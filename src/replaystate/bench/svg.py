@@ -15,6 +15,8 @@ from html import escape
 WIDTH = 360
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
 MARKERS = 6
+MIN_DECADES = 0.7
+"""Least height of a logarithmic axis, so that a change of a few percent does not look like a slope."""
 _ids = itertools.count()
 
 
@@ -34,7 +36,6 @@ class Bar:
 
     label: str
     times: float
-    note: str = ""
 
 
 def line_chart(
@@ -53,8 +54,10 @@ def line_chart(
     ys = [y for line in series for _, y in line.points]
     x_low, x_high = math.log2(xs[0]), math.log2(xs[-1])
     if log_y:
-        ticks = log_ticks(min(ys), max(ys))
-        y_low, y_high = math.log10(min(*ys, ticks[0])), math.log10(max(*ys, ticks[-1]))
+        y_low, y_high = math.log10(min(ys)), math.log10(max(ys))
+        widen = max(0.0, MIN_DECADES - (y_high - y_low)) / 2
+        y_low, y_high = y_low - widen, y_high + widen
+        ticks = log_ticks(10**y_low, 10**y_high)
     else:
         ticks = linear_ticks(max(ys))
         y_low, y_high = 0.0, max(ticks[-1], *ys)
@@ -90,32 +93,40 @@ def line_chart(
     return _svg(f"{title}: {y_name}", description, height, parts)
 
 
-def bar_chart(title: str, description: str, bars: Sequence[Bar]) -> str:
-    """Horizontal bars of ratios on a logarithmic axis that begins at 1: right of it faster, left of it slower."""
-    low = min(1.0, *(bar.times for bar in bars))
-    high = max(1.0, *(bar.times for bar in bars))
-    span = max(math.log(high / low), math.log(1.5))
-    room, step = WIDTH - 76.0, 34
+def bar_chart(
+    title: str, description: str, bars: Sequence[Bar], *, lowest: float | None = None, highest: float | None = None
+) -> str:
+    """Horizontal bars of ratios on a logarithmic axis that begins at 1: right of it faster, left of it slower.
+
+    Args:
+        title, description: the text alternative.
+        bars: at least one.
+        lowest, highest: ratios that the axis must reach, so that several charts have one scale.
+    """
+    low = min(1.0, *(bar.times for bar in bars), lowest or 1.0)
+    high = max(1.0, *(bar.times for bar in bars), highest or 1.0)
+    edge = 54 if low < 1 else 4  # room for the number of a bar that goes left
+    scale = (WIDTH - 68 - edge) / max(math.log(high / low), math.log(1.5))
+    one = edge + math.log(1 / low) * scale
+    step = 34
     height = len(bars) * step + 24
-    one = 4 + (40 if low < 1 else 0) + math.log(1 / low) / span * (room - (40 if low < 1 else 0))
-    scale = (room - (40 if low < 1 else 0)) / span
-    parts = []
+    parts = [f'<line class="axis" x1="{one:.1f}" x2="{one:.1f}" y1="4" y2="{height - 18}"/>']
     for i, bar in enumerate(bars):
         y = i * step + 14
         end = one + math.log(bar.times) * scale
         loses = bar.times < 1
-        parts.append(f'<text x="4" y="{y}">{escape(shorten(bar.label, 58))}</text>')
+        parts.append(f'<text class="label" x="8" y="{y}">{escape(shorten(bar.label, 56))}</text>')
         left, width = min(one, end), max(abs(end - one), 1.5)
         parts.append(
-            f'<rect class="bar {"loss" if loses else "gain"}" x="{left:.1f}" y="{y + 4}" width="{width:.1f}" '
+            f'<rect class="{"loss" if loses else "gain"}" x="{left:.1f}" y="{y + 4}" width="{width:.1f}" '
             f'height="11" rx="2"/>'
         )
-        words = f"{number(bar.times)}×"
         where = f'x="{left - 4:.1f}" text-anchor="end"' if loses else f'x="{left + width + 4:.1f}"'
-        parts.append(f'<text class="value" {where} y="{y + 14}">{words}</text>')
-    parts.append(f'<line class="axis" x1="{one:.1f}" x2="{one:.1f}" y1="18" y2="{height - 18}"/>')
-    anchor = "start" if one < 40 else "middle"
-    parts.append(f'<text class="name" x="{one:.1f}" y="{height - 4}" text-anchor="{anchor}">1× (the same)</text>')
+        parts.append(f'<text class="value" {where} y="{y + 14}">{number(bar.times)}×</text>')
+    anchor, x = ("start", 8.0) if one < 54 else ("middle", one)
+    parts.append(
+        f'<text class="name" x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">the line: 1×, the same</text>'
+    )
     return _svg(title, description, height, parts)
 
 
@@ -143,7 +154,9 @@ def legend(series: Sequence[Series]) -> str:
         color = line.color % MARKERS
         stroke = f'<line class="{"floor" if line.dashed else "line"} s{color}" x1="0" x2="24" y1="7" y2="7"/>'
         mark = "" if line.dashed else marker(12, 7, color)
-        items.append(f'<li><svg width="24" height="14" aria-hidden="true">{stroke}{mark}</svg> {escape(line.name)}</li>')
+        items.append(
+            f'<li><svg width="24" height="14" aria-hidden="true">{stroke}{mark}</svg> {escape(line.name)}</li>'
+        )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
