@@ -19,7 +19,7 @@ from ..reference import Window, gates, normalize, split_qkv, window_of
 from ..replayssm import GDN_REPLAYSSM_LOGICAL_WINDOW, load_gdn_replayssm_kernel, run_gdn_replayssm
 from ..shapes import GDNShape, flush_min, step_record
 from .bytes_model import StepBytes, step_bytes
-from .gate import GATE_TOKENS, Error, Row, Storage, prefill_errors, prefix_errors, sample, step_errors
+from .gate import GATE_TOKENS, Error, Row, Storage, Tokens, prefill_errors, prefix_errors, sample, step_errors
 
 INPUT_SETS = 4
 MAX_GROUPS = 400
@@ -84,12 +84,11 @@ def fill_pool(cache: ReplayCache) -> None:
     cache.ring_start.random_(0, cache.ring_slots)
 
 
-def make_inputs(settings: Settings, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed_qkv, a, b of so many tokens."""
+def make_inputs(settings: Settings, tokens: int) -> Tokens:
+    """So many tokens."""
     HV, device = settings.shape.num_v_heads, settings.device
     widths = (settings.shape.qkv_dim, HV, HV)
-    mixed_qkv, a, b = (torch.randn(tokens, width, device=device).to(settings.io) for width in widths)
-    return mixed_qkv, a, b
+    return Tokens(*(torch.randn(tokens, width, device=device).to(settings.io) for width in widths))
 
 
 class Case(ABC):
@@ -98,8 +97,8 @@ class Case(ABC):
     groups: int
     model: StepBytes
 
-    def prepare(self, number: int) -> None:
-        """Before each call, not timed."""
+    def prepare(self, number: int) -> None:  # noqa: B027
+        """Before each call, not timed; nothing where a call finds everything as the last one left it."""
 
     def prepare_all(self) -> None:
         """The same for all groups at once: the head of a CUDA graph that holds a call for each."""
@@ -173,11 +172,10 @@ class _Steps(Case):
         cache, T = self.cache, self.width
         u, k, g = (x[slot].cpu() for x in cache.rings(0))
         window = window_of(u, k, g, int(cache.ring_start[slot]), self.lengths[row])
-        tokens = tuple(x[row * T : (row + 1) * T].cpu() for x in self.inputs[0])
-        return Row(
-            self.settings.shape, cache.checkpoint(0)[slot].cpu().clone(), window, *tokens, self.A_log.cpu(),
-            self.dt_bias.cpu(), self.lengths[row] >= flush_min(self.window, T),
-        )  # fmt: skip
+        tokens = self.inputs[0].rows(row * T, (row + 1) * T).to("cpu")
+        folds = self.lengths[row] >= flush_min(self.window, T)
+        checkpoint = cache.checkpoint(0)[slot].cpu().clone()
+        return Row(self.settings.shape, checkpoint, window, tokens, self.A_log.cpu(), self.dt_bias.cpu(), folds)
 
 
 class Step(_Steps):
@@ -271,13 +269,13 @@ class Recurrence(Case):
             torch.empty(0, self.settings.shape.num_v_heads, self.settings.shape.head_v_dim),
             torch.empty(0, self.settings.shape.num_v_heads),
         )
-        before = [
-            Row(
-                self.settings.shape, self.states[0][slots[i]].cpu().clone(), empty,
-                *(x[i * T : (i + 1) * T].cpu() for x in self.inputs[0]), self.A_log.cpu(), self.dt_bias.cpu(), False,
+        weights = self.A_log.cpu(), self.dt_bias.cpu()
+        before = []
+        for i in chosen:
+            tokens = self.inputs[0].rows(i * T, (i + 1) * T).to("cpu")
+            before.append(
+                Row(self.settings.shape, self.states[0][slots[i]].cpu().clone(), empty, tokens, *weights, False)
             )
-            for i in chosen
-        ]  # fmt: skip
         out = self.run(0)
         after = [(self.states[T - 1][slots[i]].cpu(), empty) for i in chosen]
         outputs = [out[i * T : (i + 1) * T].cpu() for i in chosen]
@@ -303,9 +301,6 @@ class Materialize(Case):
         self.src, self.dst = order.to(torch.int32).to(device)
         self.count = torch.full((rows,), window, dtype=torch.int32, device=device)
 
-    def prepare(self, number: int) -> None:
-        """The last materialize emptied the destination's window; nothing else changed."""
-
     def run(self, number: int) -> None:
         """Sources to destinations of one group."""
         cache, i = self.cache, number % self.groups
@@ -321,7 +316,8 @@ class Materialize(Case):
         rows = []
         for i in sorted({0, self.settings.rows - 1}):
             src, dst = int(self.src[0, i]), int(self.dst[0, i])
-            window = window_of(*(x[src].cpu() for x in cache.rings(0)), int(cache.ring_start[src]), self.window)
+            u, k, g = (x[src].cpu() for x in cache.rings(0))
+            window = window_of(u, k, g, int(cache.ring_start[src]), self.window)
             rows.append((cache.checkpoint(0)[src].cpu(), window, cache.checkpoint(0)[dst].cpu()))
         return prefix_errors(rows)
 
@@ -401,12 +397,13 @@ class Prefill(Case):
         """Every token of the first prompt, and its state; at most GATE_TOKENS of them, the rest by another call."""
         shape, tokens = self.settings.shape, self.settings.prompt_tokens
         out, final = self.run(0)
-        inputs = tuple(x[:tokens] for x in self.inputs[0])
-        weights = self.A_log.cpu(), self.dt_bias.cpu()
-        errors = prefill_errors(inputs, weights, shape, out[:tokens], final[:1])
-        if tokens > GATE_TOKENS:  # the states of long prompts were not compared
-            short = tuple(x[:GATE_TOKENS] for x in inputs)
+        prompt, A_log, dt_bias = self.inputs[0].rows(0, tokens), self.A_log.cpu(), self.dt_bias.cpu()
+        errors = prefill_errors(prompt, A_log, dt_bias, shape, out[:tokens], final[:1])
+        if tokens > GATE_TOKENS:  # the state of a long prompt was not compared
+            short = prompt.rows(0, GATE_TOKENS)
             bounds = torch.tensor([0, GATE_TOKENS], dtype=torch.int32, device=self.bounds.device)
-            again, state = gated_delta_rule(*short, self.A_log, self.dt_bias, shape, bounds, backend=self.backend)
-            errors += prefill_errors(short, weights, shape, again, state)
+            again, state = gated_delta_rule(
+                *short, self.A_log, self.dt_bias, shape, bounds, backend=self.backend
+            )  # fmt: skip
+            errors += prefill_errors(short, A_log, dt_bias, shape, again, state)
         return errors

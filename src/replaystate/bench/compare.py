@@ -2,8 +2,8 @@
 
 A time counts as changed when its median moved by more than the threshold and by more than the noise: the larger of the
 mean of the two interquartile distances, and of the drift, by which times moved that do not depend on our kernels (the
-copy, and the controls: plain torch, stock transformers). A machine that others use drifts by tens of percent between two
-files. Against a commit both trees run in turn, several rounds each, and the spread between rounds counts as noise too.
+copy, and the controls: plain torch, stock transformers). A machine that others use drifts by tens of percent between
+two files. Against a commit both trees run in turn, several rounds each, and the spread between rounds is noise too.
 """
 
 from __future__ import annotations

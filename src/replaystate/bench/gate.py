@@ -28,6 +28,22 @@ GATE_TOKENS = 128
 """Tokens of a prompt that are compared: float64 goes through them one by one."""
 
 
+class Tokens(NamedTuple):
+    """mixed_qkv [N, 2 H K + HV V], a and b [N, HV]."""
+
+    mixed_qkv: Tensor
+    a: Tensor
+    b: Tensor
+
+    def rows(self, begin: int, end: int) -> Tokens:
+        """Tokens begin .. end - 1."""
+        return Tokens(*(x[begin:end] for x in self))
+
+    def to(self, where: torch.dtype | str) -> Tokens:
+        """In another dtype, or on a device."""
+        return Tokens(*(x.to(where) for x in self))
+
+
 class Error(NamedTuple):
     """One comparison. The error is the largest of a row's, relative to the largest row of its head."""
 
@@ -57,16 +73,17 @@ class Row:
     |---|---|---|
     | checkpoint | [HV, V, K] | as stored |
     | window | P rows | as stored |
-    | mixed_qkv, a, b | [T, ..] | the row's tokens |
+    | tokens | [T, ..] | mixed_qkv, a, b of the row |
     | A_log, dt_bias | [HV] | parameters of the layer |
+
+    Args:
+        folds: whether the step writes the folded state to the checkpoint.
     """
 
     shape: GDNShape
     checkpoint: Tensor
     window: Window
-    mixed_qkv: Tensor
-    a: Tensor
-    b: Tensor
+    tokens: Tokens
     A_log: Tensor
     dt_bias: Tensor
     folds: bool
@@ -113,15 +130,15 @@ def prefix_errors(rows: list[tuple[Tensor, Window, Tensor]]) -> list[Error]:
 
 
 def prefill_errors(
-    inputs: tuple[Tensor, ...], weights: tuple[Tensor, Tensor], shape: GDNShape, out: Tensor, final: Tensor
+    tokens: Tokens, A_log: Tensor, dt_bias: Tensor, shape: GDNShape, out: Tensor, final: Tensor
 ) -> list[Error]:
     """Compare one prompt's outputs, the first GATE_TOKENS of them, and its final state where it has no more tokens."""
-    tokens = min(GATE_TOKENS, len(inputs[0]))
-    first, bounds = tuple(x[:tokens].cpu() for x in inputs), torch.tensor([0, tokens])
-    y, S = recurrent(*(x.double() for x in first), *(x.double() for x in weights), shape, bounds)
-    eager_y, eager_S = recurrent(*(x.float() for x in first), *(x.float() for x in weights), shape, bounds)
-    pairs = [("output", out[:tokens].cpu().transpose(0, 1), eager_y.to(out.dtype).transpose(0, 1), y.transpose(0, 1))]
-    if tokens == len(inputs[0]):
+    count = min(GATE_TOKENS, len(tokens.a))
+    first, bounds = tokens.rows(0, count).to("cpu"), torch.tensor([0, count])
+    y, S = recurrent(*first.to(torch.float64), A_log.double(), dt_bias.double(), shape, bounds)
+    eager_y, eager_S = recurrent(*first.to(torch.float32), A_log.float(), dt_bias.float(), shape, bounds)
+    pairs = [("output", out[:count].cpu().transpose(0, 1), eager_y.to(out.dtype).transpose(0, 1), y.transpose(0, 1))]
+    if count == len(tokens.a):
         pairs.append(("state", final[0].cpu(), eager_S[0], S[0]))
     return [
         Error(name, relative_error(got, truth), 2 * relative_error(eager, truth) + FLOOR)
@@ -139,8 +156,11 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 def _exact(row: Row) -> tuple[Tensor, Tensor]:
     S = fold(row.checkpoint.double(), Window(*(x.double() for x in row.window)))
-    tokens = (x.double() for x in (row.mixed_qkv, row.a, row.b, row.A_log, row.dt_bias))
-    y, states = recurrent(*tokens, row.shape, torch.tensor([0, len(row.a)]), initial_state=S[None])
+    bounds = torch.tensor([0, len(row.tokens.a)])
+    y, states = recurrent(
+        *row.tokens.to(torch.float64), row.A_log.double(), row.dt_bias.double(), row.shape, bounds,
+        initial_state=S[None],
+    )  # fmt: skip
     return y, states[0]
 
 
@@ -149,8 +169,8 @@ def _eager(row: Row, storage: Storage) -> tuple[Tensor, Tensor]:
     S = fold(row.checkpoint.float(), Window(*(x.float() for x in row.window)))
     if row.folds:
         S = S.to(storage.state).float()
-    q, k, v = split_qkv(row.mixed_qkv.float(), row.shape)
-    g, beta = gates(row.a.float(), row.b.float(), row.A_log, row.dt_bias)
+    q, k, v = split_qkv(row.tokens.mixed_qkv.float(), row.shape)
+    g, beta = gates(row.tokens.a.float(), row.tokens.b.float(), row.A_log, row.dt_bias)
     q, k = normalize(q, row.shape.head_k_dim**-0.5), normalize(k).to(storage.ring).float()
     q, k = (x.repeat_interleave(row.shape.heads_per_key, dim=1) for x in (q, k))
     y = torch.empty_like(v)

@@ -1,4 +1,4 @@
-"""The workload `generate`: a whole model, greedy, one prompt; stock transformers against replay without and with drafts.
+"""The workload `generate`: a whole model, greedy, one prompt; stock transformers against replay, also with drafts.
 
 Unlike the others it needs a model's folder. Its gate: the tokens are those of stock greedy decoding.
 """

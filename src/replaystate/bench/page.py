@@ -40,8 +40,8 @@ def page(results: Sequence[ResultFile]) -> str:
         f"<title>replaystate benchmarks: {escape(', '.join(f.device for f in results))}</title>\n"
         f"<style>{style}</style>\n</head>\n<body>\n<header><h1>replaystate benchmarks</h1>"
         "<p>Medians of measured times. The dashed floor is the time that a plain copy needs for the bytes that the "
-        "operation cannot avoid to move, at the copy bandwidth measured in the same run. Times count one Gated DeltaNet "
-        "layer unless a title says otherwise.</p>"
+        "operation cannot avoid to move, at the copy bandwidth measured in the same run. Times count one Gated "
+        "DeltaNet layer unless a title says otherwise.</p>"
         f"{contents}</header>\n<main>{sections}</main>\n</body>\n</html>\n"
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,8 @@ def _describe(parameters: dict[str, Any]) -> str:
 
 
 def _read_gpu_script(source: str, document: dict[str, Any]) -> ResultFile:
-    facts = {key: str(document[key]) for key in ("torch", "python") if key in document}
+    names = ("torch", "python")
+    facts = {name: str(document[name]) for name in names if name in document}
     results = []
     for entry in document["results"]:
         name, filling = str(entry["name"]), str(entry["filling"])
@@ -268,6 +268,8 @@ def _width_speed_ups(file: ResultFile) -> list[SpeedUp]:
     }
     found = []
     for result in file.results:
+        if result.filling not in ("half", "steady"):
+            continue
         single = singles.get((result.family, result.rows, result.filling))
         if single is None or result.width in (None, 1) or result.variant in (*BASELINES, *MEASURED_FLOORS):
             continue

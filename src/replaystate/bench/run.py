@@ -134,7 +134,7 @@ def _run_point(plan: Plan, work: Workload, layer: Layer, settings: Settings, rep
         try:
             name, case = _make(work, settings, variant)
             errors = case.check()
-        except (BackendError, torch.OutOfMemoryError, _TooLarge) as error:
+        except (BackendError, torch.OutOfMemoryError, _TooLargeError) as error:
             reason = " ".join(str(error).split())
             report.skipped.append({"name": work.name, **about, "what": variant, "reason": reason})
             continue
@@ -156,7 +156,7 @@ def _run_point(plan: Plan, work: Workload, layer: Layer, settings: Settings, rep
         )  # fmt: skip
 
 
-class _TooLarge(ReplayStateError):
+class _TooLargeError(ReplayStateError):
     """The buffers of a case would not leave half of the memory free."""
 
 
@@ -184,7 +184,7 @@ def _check_memory(settings: Settings, bytes_per_element: int) -> None:
     needed = max(2 * settings.rows * HV * K * V * bytes_per_element, 2 * settings.cold_bytes)
     free = free_memory(settings.device)
     if free is not None and needed > 0.7 * free:
-        raise _TooLarge(f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        raise _TooLargeError(f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
 def free_memory(device: torch.device) -> int | None:

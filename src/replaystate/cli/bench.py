@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from ..bench import Comparison, Report, compare, page, read_results, run_against
 from ..bench.generate import run_generate
