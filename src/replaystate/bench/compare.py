@@ -20,11 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ArgumentError, BackendError
-from .results import Result, ResultFile, read_results
+from .results import CONTROLS, Result, ResultFile, read_results
 
 EXTENSION = "_cpu_kernels.so"
-CONTROLS = ("recurrence", "stock", "transformers", "torch eager", "eager", "vllm-cpu", "read loop", "copy")
-"""Variants in which no kernel of ours runs."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,11 @@ def run_against(
     root = Path(_git(["rev-parse", "--show-toplevel"], Path.cwd(), "expected to run in a clone of replaystate"))
     if not (root / "src" / "replaystate" / "bench").is_dir():
         raise ArgumentError("compare --ref: expected to run in a clone of replaystate")
-    commit = _git(["rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"], root, f"git knows no commit {ref!r}")
+    commit = _git(
+        ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"],
+        root,
+        f"git knows no commit {ref!r}",
+    )
     with tempfile.TemporaryDirectory(prefix="replaystate-bench-") as folder, _worktree(root, commit, folder) as tree:
         if not (tree / "src" / "replaystate" / "bench" / "run.py").is_file():
             raise ArgumentError(f"compare --ref: {ref} has no `replaystate bench run` yet")

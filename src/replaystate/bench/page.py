@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from .results import BASELINES, MEASURED_FLOORS, Folding, Result, ResultFile, SpeedUp, foldings, speed_ups
+from .results import CONTROLS, MEASURED_FLOORS, Folding, Result, ResultFile, SpeedUp, foldings, speed_ups
 from .svg import Bar, Series, bar_chart, legend, line_chart, number
 
 FAR_FROM_FLOOR = 0.5
@@ -79,7 +79,7 @@ def _facts(file: ResultFile) -> str:
 
 def _summary(file: ResultFile, ratios: Sequence[SpeedUp]) -> str:
     cards = [(str(len(file.results)), "times measured")]
-    shares = [result for result in file.results if result.of_copy and result.variant not in BASELINES]
+    shares = [result for result in file.results if result.of_copy and result.variant not in CONTROLS]
     if shares:
         best = max(shares, key=lambda result: result.of_copy or 0)
         cards.append((f"{100 * (best.of_copy or 0):.0f} %", f"of the copy bandwidth at best: {best.title}"))
@@ -101,7 +101,7 @@ def _losses(file: ResultFile, ratios: Sequence[SpeedUp]) -> str:
             rows.append(("target missed", str(check["name"]), f"{number(check['value'])}, target {check['target']}"))
     largest: dict[tuple[str, str], Result] = {}
     for result in file.results:
-        if result.of_copy and result.variant not in (*BASELINES, *MEASURED_FLOORS):
+        if result.of_copy and result.variant not in CONTROLS:
             place = result.case, result.variant
             if place not in largest or (result.rows or 0) > (largest[place].rows or 0):
                 largest[place] = result

