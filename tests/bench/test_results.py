@@ -89,7 +89,7 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     }  # fmt: skip
     for result, written in zip(file.results, report.results, strict=True):
         seconds = written["model_bytes"] / written["copy_gb_per_s"] / 1e3
-        assert result.floor_us == pytest.approx(seconds, rel=0.03, abs=0.05 * result.us)
+        assert result.floor_us == pytest.approx(seconds, rel=2e-3)
 
 
 def test_figures_of_the_cpu_script(tmp_path: Path) -> None:

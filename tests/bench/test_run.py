@@ -52,7 +52,7 @@ def test_every_workload_runs_on_every_usable_backend() -> None:
         assert entry["gate"]["error"] <= entry["gate"]["limit"]
         assert entry["model_bytes"] == StepBytes(**entry["bytes"]).total
         speed = entry["model_bytes"] / entry["time"]["median_us"] / 1e3
-        assert entry["of_copy"] == pytest.approx(speed / entry["copy_gb_per_s"], rel=0.02, abs=2e-4)
+        assert entry["of_copy"] == pytest.approx(speed / entry["copy_gb_per_s"], rel=2e-3)
 
 
 def test_a_result_says_what_was_timed() -> None:

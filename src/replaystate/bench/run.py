@@ -151,7 +151,7 @@ def _run_point(plan: Plan, work: Workload, layer: Layer, settings: Settings, rep
         speed = case.model.total / times[name].median_us / 1e3
         report.add(
             work.name, what=name, **about, time=times[name], bytes=case.model, model_bytes=case.model.total,
-            gb_per_s=round(speed, 2), copy_gb_per_s=round(copy, 2), of_copy=round(speed / copy, 4),
+            gb_per_s=_digits(speed), copy_gb_per_s=_digits(copy), of_copy=_digits(speed / copy),
             gate=dict(gates[name]._asdict()), groups=case.groups,
         )  # fmt: skip
 
@@ -227,6 +227,10 @@ def _all_groups(case: Case) -> Callable[[], None]:
             case.run(i)
 
     return every
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.4g}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from ..bench.generate import run_generate
 from ..bench.run import Layer, Plan, default_threads, run
 from ..bench.workloads import DEFAULT, GENERATE, RECURRENCE, WORKLOADS
 from ..errors import ArgumentError
+from ..models import load_model_shape
 from ..shapes import GDNShape
 from . import output
 from .common import Json, errors_as_exit_codes
@@ -43,7 +44,8 @@ def run_command(
         list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help=f"Default: {' '.join(DEFAULT)}.")
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="NAMES", help="Models whose layers' sizes to take, with commas between.")
+        str,
+        typer.Option(metavar="NAMES", help="Whose layers' sizes to take; or a config.json."),
     ] = DEFAULT_MODEL,
     tp: Annotated[str, typer.Option(metavar="NUMBERS", help="Devices that a layer's heads are split over.")] = "1",
     shape: Annotated[
@@ -289,17 +291,19 @@ def _dtype(option: str, text: str) -> list[torch.dtype]:
 
 
 def _custom(text: str) -> tuple[Layer, ...]:
-    numbers = _numbers("--shape", text)
     words = _split(text)
-    if len(words) != 4:
-        raise ArgumentError(f"--shape: expected H,HV,K,V, got {text!r}")
+    if len(words) != 4 or not all(word.isdecimal() for word in words):
+        raise ArgumentError(f"--shape: expected four numbers H,HV,K,V, got {text!r}")
     H, HV, K, V = map(int, words)
-    assert numbers
     return (Layer(f"H={H} HV={HV} K={K} V={V}", 1, GDNShape(H, HV, K, V), 1),)
 
 
-def _layers(models: Sequence[str], tps: Sequence[int]) -> tuple[Layer, ...]:
-    raise ArgumentError("--model: not yet")
+def _layers(names: Sequence[str], tps: Sequence[int]) -> tuple[Layer, ...]:
+    """Each model on each number of devices."""
+    if not names:
+        raise ArgumentError("--model: expected at least one name")
+    models = [load_model_shape(name) for name in names]
+    return tuple(Layer(model.name, tp, model.shard(tp).gdn, model.num_gdn_layers) for model in models for tp in tps)
 
 
 def _generate(folder: Path, device: torch.device, new_tokens: int, repeats: int, warmup: int, report: Report) -> None:
