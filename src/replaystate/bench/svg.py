@@ -74,7 +74,7 @@ def line_chart(
     for tick in ticks:
         y = at_y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
     last = -100.0
     for x in xs:
         if at_x(x) - last >= 26:
@@ -202,6 +202,18 @@ def number(x: float) -> str:
     digits = 2 - math.floor(math.log10(abs(x)))
     text = f"{round(x, digits):,.{max(0, digits)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def short(x: float) -> str:
+    """For a tick: thousands from 10,000 on.
+
+    >>> short(5000), short(20_000), short(3_000_000)
+    ('5,000', '20k', '3M')
+    """
+    for size, unit in ((1e6, "M"), (1e4, "k")):
+        if x >= size:
+            return f"{x / (1e6 if unit == 'M' else 1e3):g}{unit}"
+    return number(x)
 
 
 def shorten(text: str, limit: int) -> str:
