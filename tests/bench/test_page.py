@@ -279,7 +279,7 @@ def test_in_a_browser(opened: Callable[..., Any], pages: dict[str, Path], name: 
     assert tab.problems == []
     assert found["scroll"] <= found["window"] == width
     assert found["outside"] == []
-    assert found["smallest"] >= 12  # px of a line of text: 10.5 px letters; 13.0 was seen
+    assert found["smallest"] >= 13  # px of the box of a line of text, at letters of 12 px; 14 was seen
     assert found["figures"] > 0
     dark = found["ground"] == "rgb(20, 23, 26)"
     assert dark == (scheme == "dark")

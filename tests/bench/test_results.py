@@ -179,7 +179,7 @@ def test_a_machine_that_slowed_down_accuses_no_kernel(tmp_path: Path) -> None:
     assert verdicts == {
         "9 rows": "slower",
         "8 rows": "noisy",
-        **dict.fromkeys(("1 rows", "2 rows", "3 rows"), "control"),
+        **dict.fromkeys(("1 row", "2 rows", "3 rows"), "control"),
     }
 
 
@@ -195,7 +195,7 @@ def test_what_only_one_file_has(tmp_path: Path) -> None:
     old = write(tmp_path / "a.json", entry(100), entry(100, rows=1))
     new = write(tmp_path / "b.json", entry(100), entry(100, rows=2))
     found = compare(read_results(old), read_results(new))
-    assert [("1 rows" in title) for title in found.only_before] == [True]
+    assert [("1 row" in title) for title in found.only_before] == [True]
     assert [("2 rows" in title) for title in found.only_after] == [True]
     other = write(tmp_path / "c.json", entry(100, state="float32"))
     with pytest.raises(ArgumentError, match="no measurement in common"):

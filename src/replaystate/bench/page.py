@@ -12,6 +12,12 @@ from .svg import Bar, Series, bar_chart, legend, line_chart, number
 FAR_FROM_FLOOR = 0.5
 """Share of the copy bandwidth below which a large batch is listed among the weak cases."""
 
+NOTE = (
+    "<p>Their time over ours. <em>recurrence</em> is plain torch without replay, op by op: its bars show what plain torch "
+    "costs. What replay itself saves is the distance of the two floors above.</p>"
+)
+"""What a reader must know about the bars."""
+
 BARS = 14
 """Bars of one figure."""
 
@@ -59,7 +65,7 @@ def _section(file: ResultFile, index: int) -> str:
         _rest(file),
     ]
     if ratios:
-        parts += ["<h3>Speed-ups</h3>", _grid(_speed_up_figures(ratios))]
+        parts += ["<h3>Speed-ups</h3>", NOTE, _grid(_speed_up_figures(ratios))]
     if folds:
         parts += [
             "<h3>What folding costs</h3><p>A step in which every row folds its window into the checkpoint, and the "

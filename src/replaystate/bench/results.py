@@ -69,7 +69,12 @@ class Result:
     @property
     def title(self) -> str:
         """For people."""
-        return ", ".join([self.case, self.variant, *([f"{self.rows} rows"] if self.rows else [])]).replace(", ,", ",")
+        return ", ".join([self.case, self.variant, *([rows_in_words(self.rows)] if self.rows else [])])
+
+
+def rows_in_words(rows: int) -> str:
+    """1 row, 2 rows."""
+    return f"{rows} {'row' if rows == 1 else 'rows'}"
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,7 @@ def speed_ups(file: ResultFile) -> list[SpeedUp]:
             if name in named and named[name] is not ours:
                 theirs = named[name]
                 times = theirs.times_slower or theirs.us / ours.us
-                label = f"{case}, {rows} rows" if rows else case
+                label = f"{case}, {rows_in_words(rows)}" if rows else case
                 found.append(SpeedUp(f"{ours.variant} against {name}", label, times, ours.us, theirs.us))
     return found + _width_speed_ups(file)
 
@@ -276,7 +281,7 @@ def _width_speed_ups(file: ResultFile) -> list[SpeedUp]:
         if single is None or result.width in (None, 1) or result.variant in CONTROLS:
             continue
         T = int(result.width or 1)
-        label = f"{result.case}, {result.variant}, {result.rows} rows"
+        label = result.title
         found.append(SpeedUp(WIDE, label, T * single.us / result.us, result.us, T * single.us))
     return found
 

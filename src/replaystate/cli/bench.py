@@ -246,10 +246,15 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _check_out(out: Path | None) -> None:
-    """Before anything slow happens."""
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        what = "is a folder" if out.is_dir() else f"lies in {out.parent}, which does not exist"
-        raise ArgumentError(f"--out: {out} {what}")
+    """Before anything slow happens: make the folder."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise ArgumentError(f"--out: {out} is a folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"--out: {out.parent} is no folder and cannot be made: {error.strerror}") from error
 
 
 def _split(text: str) -> list[str]:
