@@ -13,8 +13,8 @@ FAR_FROM_FLOOR = 0.5
 """Share of the copy bandwidth below which a large batch is listed among the weak cases."""
 
 NOTE = (
-    "<p>Their time over ours. <em>recurrence</em> is plain torch without replay, op by op: its bars show what plain torch "
-    "costs. What replay itself saves is the distance of the two floors above.</p>"
+    "<p>Their time over ours. <em>recurrence</em> is plain torch without replay, op by op: its bars show what plain "
+    "torch costs. What replay itself saves is the distance of the two floors above.</p>"
 )
 """What a reader must know about the bars."""
 
