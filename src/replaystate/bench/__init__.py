@@ -9,7 +9,7 @@ from .compare import Change, Comparison, compare, run_against
 from .page import page
 from .report import Check, Report, environment
 from .results import Result, ResultFile, read_results
-from .timer import Timing, measure, measure_graphs, pinned_threads
+from .timer import Timing, measure, measure_graphs, pinned_threads, timing
 
 __all__ = [
     "Change",
@@ -29,4 +29,5 @@ __all__ = [
     "read_results",
     "run_against",
     "step_bytes",
+    "timing",
 ]

@@ -58,7 +58,7 @@ def measure(candidates: Mapping[str, Candidate], *, repeats: int = 20, warmup: i
             took = time.perf_counter() - begin
             if number >= warmup:
                 seconds[name].append(took)
-    return {name: _timing(took) for name, took in seconds.items()}
+    return {name: timing(took) for name, took in seconds.items()}
 
 
 def measure_graphs(
@@ -92,7 +92,7 @@ def measure_graphs(
             end.synchronize()
             if number >= warmup:
                 seconds[name].append(begin.elapsed_time(end) / 1e3 / launches)
-    return {name: _timing(took) for name, took in seconds.items()}
+    return {name: timing(took) for name, took in seconds.items()}
 
 
 @contextmanager
@@ -123,7 +123,8 @@ def _confine(cpus: list[int]) -> None:
                 os.sched_setaffinity(int(thread), cpus)
 
 
-def _timing(seconds: list[float]) -> Timing:
+def timing(seconds: list[float]) -> Timing:
+    """Median, spread and minimum of some measurements."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return Timing(
         round(statistics.median(seconds) * 1e6, 2),
