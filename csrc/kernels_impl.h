@@ -447,16 +447,35 @@ bool store_block(char* dst, DType dtype, const float* block, int64_t rows, int64
   return over;
 }
 
-// Asks for row j, j + stride, ... of the window of the head that comes next, while this head's blocks are worked on.
-void prefetch_window(const StepArgs& args, const StepRow& row, int64_t hv, int64_t first, int64_t stride) {
+// A value head of a row: what is worked on, or comes next.
+struct Place {
+  const StepRow* row;
+  int64_t hv;
+};
+
+inline void prefetch_row(const char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
+}
+
+// Asks for a part of what the head that comes next reads besides its checkpoint: part `step` of `steps`, while this
+// head's blocks are worked on. Window rows from the first step on, tokens from the last one back.
+void prefetch_head(const StepArgs& args, const Place& place, int64_t step, int64_t steps) {
   const Sizes& z = args.sizes;
-  const int64_t per_key = z.HV / z.H, u_bytes = z.V * size_of(args.u_ring.dtype), k_bytes = z.K * size_of(args.k_ring.dtype);
-  const char *u = args.u_ring.at(row.slot, hv), *k = args.k_ring.at(row.slot, hv / per_key);
-  if (first == 0) prefetch(args.g_ring.at(row.slot, hv) + row.start * 4);
-  for (int64_t j = first; j < row.count; j += stride) {
+  const StepRow& row = *place.row;
+  const int64_t per_key = z.HV / z.H, h = place.hv / per_key;
+  const bool new_key = place.hv % per_key == 0;
+  const int64_t u_bytes = z.V * size_of(args.u_ring.dtype), k_bytes = z.K * size_of(args.k_ring.dtype);
+  if (step == 0) prefetch(args.g_ring.at(row.slot, place.hv) + row.start * 4);
+  for (int64_t j = step; j < row.count; j += steps) {
     const int64_t at = (row.start + j) % z.R;
-    for (int64_t byte = 0; byte < u_bytes; byte += 64) prefetch(u + at * u_bytes + byte);
-    for (int64_t byte = 0; byte < k_bytes && hv % per_key == 0; byte += 64) prefetch(k + at * k_bytes + byte);
+    prefetch_row(args.u_ring.at(row.slot, place.hv) + at * u_bytes, u_bytes);
+    if (new_key) prefetch_row(args.k_ring.at(row.slot, h) + at * k_bytes, k_bytes);
+  }
+  for (int64_t t = steps - 1 - step; t < row.length; t += steps) {
+    const int64_t token = row.first_token + t, size = size_of(args.v.dtype);
+    prefetch_row(args.v.at(row.row, token, place.hv), z.V * size);
+    prefetch_row(args.out.at(row.row, token, place.hv), z.V * size);
+    if (new_key) prefetch_row(args.q.at(row.row, token, h), z.K * size), prefetch_row(args.k.at(row.row, token, h), z.K * size);
   }
 }
 
@@ -464,9 +483,9 @@ void raise_flag(int32_t* flags, int32_t bit) { __atomic_fetch_or(flags, bit, __A
 
 // --- the step --------------------------------------------------------------------------------------------------------
 
-// Heads first_head .. last_head-1 of key head h. `next`: the checkpoint that this thread reads after them.
+// Heads first_head .. last_head-1 of key head h. `next`: what this thread works on after them.
 bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head, int64_t last_head, bool owns_keys,
-               const char* next) {
+               const Place& next) {
   const Sizes& z = args.sizes;
   const int64_t T = row.length, P = row.count, R = z.R;
   if (T == 0 && !row.fold) return true;
@@ -507,11 +526,12 @@ bool step_unit(const StepArgs& args, StepRow& row, int64_t h, int64_t first_head
     for (int64_t x = 0; x < 2 * T && written < Vp; ++x) {  // lanes that no block writes would carry stale scratch
       memset(fresh.products + x * Vp + written, 0, size_t(Vp - written) * sizeof(float));
     }
-    const char* after = hv + 1 < last_head ? args.state.at(row.slot, hv + 1) : next;
+    const Place after = hv + 1 < last_head ? Place{&row, hv + 1} : next;
+    const char* next_state = args.state.at(after.row->slot, after.hv);
     for (int64_t v0 = 0; v0 < z.V; v0 += BLOCK) {
       const int64_t rows = least(BLOCK, z.V - v0), offset = v0 * row_bytes + PREFETCH_BYTES, head_bytes = z.V * row_bytes;
-      if (hv + 1 < z.HV) prefetch_window(args, row, hv + 1, v0 / BLOCK, round_up(z.V, BLOCK) / BLOCK);
-      const Ahead ahead{offset < head_bytes ? state + offset : after + (offset - head_bytes)};
+      prefetch_head(args, after, v0 / BLOCK, round_up(z.V, BLOCK) / BLOCK);
+      const Ahead ahead{offset < head_bytes ? state + offset : next_state + (offset - head_bytes)};
       const Update window{past.decay, past.u + v0, Vp, 1, past.k, Kp, P};
       char* at = state + v0 * row_bytes;
       if (rows == BLOCK && z.K == Kp) {
@@ -552,7 +572,7 @@ bool step(const StepArgs& args, int64_t begin, int64_t end) {
   const auto head_of = [&](int64_t unit) { return unit / args.splits % H * per_key + unit % args.splits * per_unit; };
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t hv = head_of(unit), then = least(unit + 1, end - 1);
-    const char* next = args.state.at(row_of(then).slot, head_of(then));
+    const Place next{&row_of(then), head_of(then)};
     if (!step_unit(args, row_of(unit), hv / per_key, hv, hv + per_unit, unit % args.splits == 0, next)) return false;
   }
   return true;

@@ -41,8 +41,8 @@ inline void store_bf16(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
 }
 
-// max and min return their second operand when one is NaN.
-inline Vec larger(Vec a, Vec v) { return _mm512_max_ps(_mm512_abs_ps(v), a); }
+// range returns the number when one operand is NaN; min and max return the second.
+inline Vec larger(Vec a, Vec v) { return _mm512_range_ps(a, v, 0xb); }  // 3: the larger magnitude, 8: without its sign
 inline Vec clamp(Vec v, float limit) { return _mm512_min_ps(set1(limit), _mm512_max_ps(set1(-limit), v)); }
 
 inline bool any_above(Vec v, float limit) { return _mm512_cmp_ps_mask(v, set1(limit), _CMP_GT_OQ) != 0; }

@@ -6,6 +6,7 @@ registry gives are tested everywhere.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,8 @@ def test_the_tuning_table_covers_every_batch() -> None:
     for arch in (*compiler.ARCHITECTURES, "sm_103"):
         for heads in (1, 64, 512, 513, 10**6):
             for group in (1, 2, 3, 4, 8):
-                for lanes in (4, 8, 16):
-                    nhv, vs, cpw = fast.split(arch, lanes, heads, group)
+                for lanes, splits in itertools.product((4, 8, 16), (False, True)):
+                    nhv, vs, cpw = fast.split(arch, lanes, splits, heads, group)
                     assert group % nhv == 0
                     assert 4 % (vs * cpw) == 0
     assert len(fast.SHIPPED) <= 40

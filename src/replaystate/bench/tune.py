@@ -13,8 +13,8 @@ import torch
 
 from ..cache import ReplayCache
 from ..errors import ArgumentError
+from ..functional import replay_step
 from ..kernels.cuda import compiler, fast
-from ..ops import replay_step
 from ..shapes import GDNShape
 
 SPLITS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))

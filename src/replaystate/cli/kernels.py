@@ -77,7 +77,8 @@ def register(app: typer.Typer, errors_as_exit_codes: Callable[[], AbstractContex
                 arch, shape.sizes, window=window, widths=range(1, max_query_len + 1), state_dtype=state_dtype.torch,
                 ring_dtype=ring_dtype.torch, io_dtypes=(io_dtype.torch,),
             )  # fmt: skip
-        output.results().print(f"compiled {compiled} kernels for {arch} into {cuda.compiler.cache_dir()}", soft_wrap=True)
+        where = cuda.compiler.cache_dir()
+        output.results().print(f"compiled {compiled} kernels for {arch} into {where}", soft_wrap=True)
 
     @app.command("tune", short_help="Measure the fastest split of the CUDA step on this GPU.")
     def tune_command(
@@ -91,8 +92,8 @@ def register(app: typer.Typer, errors_as_exit_codes: Callable[[], AbstractContex
     ) -> None:
         """Time the ways to split a step over blocks, batch by batch, and keep the fastest in the user's table.
 
-        The table is $REPLAYSTATE_TUNING, else tuning.json beside the compiled kernels. It changes the time of a step, never
-        a bit of its result.
+        The table is $REPLAYSTATE_TUNING, else tuning.json beside the compiled kernels. It changes the time of a step,
+        never a bit of its result.
         """
         with errors_as_exit_codes():
             _need_gpu("tune", "")

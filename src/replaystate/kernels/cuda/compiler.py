@@ -195,7 +195,8 @@ def launch(program: Program, device: int, blocks: int, shared_bytes: int, argume
     held = ctypes.create_string_buffer(arguments, len(arguments))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
     config = _launch_config(device)
-    config.gridDimX, config.gridDimY, config.blockDimX, config.sharedMemBytes = blocks, rows, program.threads, shared_bytes
+    config.gridDimX, config.gridDimY, config.blockDimX = blocks, rows, program.threads
+    config.sharedMemBytes = shared_bytes
     config.hStream = torch._C._cuda_getCurrentRawStream(device)
     error: Any = 0
     for attempt in range(2):

@@ -1,8 +1,9 @@
 """Which of the tensor-core step kernels runs a call, if any; the general one runs the rest.
 
-`step_fast.cu` has 16-bit operands only; `step_split.cu` has a float32 one among them, and splits it. A variant is the kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a
-warp has `cpw` tiles of 32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the
-time only, never a bit of the result.
+`step_fast.cu` has 16-bit operands only; `step_split.cu` has a float32 one among them, and splits it. A variant is the
+kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a warp has `cpw` tiles of
+32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the time only, never a bit of the
+result.
 """
 
 from __future__ import annotations
@@ -93,9 +94,8 @@ class Variant(NamedTuple):
         return Program(f"mma.cuh+step_parts.cuh+{entry}.cu", entry, macros, 32 * self.warps)
 
 
-
 def _rare_split(lanes: int, splits: bool) -> tuple[int, int, int]:
-    """(nhv, vs, cpw) of forms that are not tuned; with float32 tiles, half of the values, to fit any GPU's shared memory."""
+    """(nhv, vs, cpw) of forms that are not tuned; wide float32 ones share their values to fit any GPU's shared memory."""
     return (1, 2, 1) if lanes == 16 and splits else (1, 1, 1)
 
 
@@ -190,7 +190,7 @@ def choose(
     device: int,
     plain: bool,
 ) -> Choice | None:
-    """The fast kernel for a step, or None: K = V = 128, W <= 32, a power of two of ring slots, pools aligned to 16 bytes."""
+    """The fast kernel for a step, or None: K = V = 128, W <= 32, R a power of two, pools aligned to 16 bytes."""
     io = operands[0].dtype
     if K != 128 or V != 128 or B > 65535 or W > 32 or width > 16 or R & (R - 1):
         return None
@@ -210,7 +210,8 @@ def choose(
     if not (vector and plain):
         # Rare forms are not tuned: one split keeps the number of compiled kernels small. The bits are the same.
         nhv, vs, cpw = _rare_split(lanes_of(width), splits)
-    variant = _variant(state.dtype, io, k_ring.dtype, lanes_of(width), 16 if W <= 16 else 32, nhv, vs, cpw, vector, plain)
+    form = nhv, vs, cpw, vector, plain
+    variant = _variant(state.dtype, io, k_ring.dtype, lanes_of(width), 16 if W <= 16 else 32, *form)
     return Choice(variant[0], HV // nhv * vs, variant[1], V // vs)
 
 

@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_split(con
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[mt][nt][e] = small[mt][nt][e] = 0.f;
-#pragma unroll 2
+#pragma unroll (TT == 4 ? 8 : 2)
   for (int g = 0; g < 8; g++) {
     Four<STATE_D> s[4];
     Four<F32> b[NT];
