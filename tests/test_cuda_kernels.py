@@ -76,7 +76,7 @@ def test_the_tuning_table_covers_every_batch() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # the slow ones: oldest, the one we run, newest
 @pytest.mark.parametrize("name", SMALL)
 def test_general_kernels_compile(name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLAYSTATE_CACHE_DIR", str(tmp_path))
@@ -91,7 +91,11 @@ def test_shipped_fast_variants_compile(
 ) -> None:
     monkeypatch.setenv("REPLAYSTATE_CACHE_DIR", str(tmp_path))
     assert compiler.compile_program(variant.program, arch)[:4] == b"\x7fELF"
-    assert variant.shared_bytes <= 99 * 1024, "more shared memory than a block has on sm_86"
+    assert variant.shared_bytes <= 163 * 1024, "more shared memory than a block has on sm_80"
+    least = variant._replace(
+        **dict(zip(("nhv", "vs", "cpw"), fast._rare_split(variant.lanes, variant.splits), strict=True))
+    )
+    assert least.shared_bytes <= 99 * 1024, "what runs where there is less, such as on sm_86"
 
 
 @needs_compiler

@@ -139,4 +139,4 @@ def _time(
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / groups)
-    return statistics.median(times)
+    return float(statistics.median(times))

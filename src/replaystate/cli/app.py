@@ -196,6 +196,4 @@ def verify_command(
 
 app.command("plan", short_help="Say what a model takes on a device, and whether replay pays.")(plan_command)
 app.command("simulate", short_help="Simulate a fleet that serves a model, with replay and without.")(simulate_command)
-
-
-kernel_commands.register(app, _errors_as_exit_codes)
+kernel_commands.register(app, errors_as_exit_codes)

@@ -215,10 +215,11 @@ def _launch_config(device: int) -> Any:
 
     From sm_90 on a launch may overlap the end of the kernel before it: every kernel of ours waits for that one first.
     """
-    config = _configs.__dict__.get(device)
+    held: dict[int, Any] = _configs.__dict__.setdefault("held", {})
+    config = held.get(device)
     if config is None:
         driver = _driver()
-        config = _configs.__dict__[device] = driver.CUlaunchConfig()
+        config = held[device] = driver.CUlaunchConfig()
         config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         if torch.cuda.get_device_capability(device)[0] >= 9 and not os.environ.get("REPLAYSTATE_SERIAL"):
             attribute = driver.CUlaunchAttribute()

@@ -1,9 +1,9 @@
 """Which of the tensor-core step kernels runs a call, if any; the general one runs the rest.
 
 `step_fast.cu` has 16-bit operands only; `step_split.cu` has a float32 one among them, and splits it. A variant is the
-kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a warp has `cpw` tiles of
-32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the time only, never a bit of the
-result.
+kernel's compile-time constants. `nhv` value heads share a block, `vs` blocks share their values, a warp has `cpw`
+tiles of 32 values. The choice among these by batch (`tuning.json`, or a user's own table) changes the time only, never
+a bit of the result.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Variant(NamedTuple):
 
 
 def _rare_split(lanes: int, splits: bool) -> tuple[int, int, int]:
-    """(nhv, vs, cpw) of forms that are not tuned; wide float32 ones share their values to fit any GPU's shared memory."""
+    """(nhv, vs, cpw) of forms that are not tuned, small enough for any GPU."""
     return (1, 2, 1) if lanes == 16 and splits else (1, 1, 1)
 
 
@@ -164,8 +164,8 @@ def variants_for(
     splits = sorted({((nhv if group % nhv == 0 else 1), vs, cpw) for _, nhv, vs, cpw in rows})
     kind = (state, io, ring, lanes_of(width), 16 if W <= 16 else 32)
     least = _rare_split(lanes_of(width), kind_splits)
-    rare = [Variant(*kind, *least, vec, plain) for vec, plain in ((True, False), (False, True), (False, False))]
-    return [Variant(*kind, *split) for split in splits] + rare
+    rare = [Variant(*kind, *least, vec, plain) for vec in (True, False) for plain in (True, False)]
+    return list(dict.fromkeys([*(Variant(*kind, *split) for split in splits), *rare]))
 
 
 def lanes_of(width: int) -> int:
@@ -188,6 +188,7 @@ def choose(
     R: int,
     width: int,
     device: int,
+    shared_limit: int,
     plain: bool,
 ) -> Choice | None:
     """The fast kernel for a step, or None: K = V = 128, W <= 32, R a power of two, pools aligned to 16 bytes."""
@@ -210,8 +211,11 @@ def choose(
     if not (vector and plain):
         # Rare forms are not tuned: one split keeps the number of compiled kernels small. The bits are the same.
         nhv, vs, cpw = _rare_split(lanes_of(width), splits)
-    form = nhv, vs, cpw, vector, plain
-    variant = _variant(state.dtype, io, k_ring.dtype, lanes_of(width), 16 if W <= 16 else 32, *form)
+    kind = state.dtype, io, k_ring.dtype, lanes_of(width), 16 if W <= 16 else 32
+    variant = _variant(*kind, nhv, vs, cpw, vector, plain)
+    if variant[1] > shared_limit:
+        nhv, vs, cpw = _rare_split(lanes_of(width), splits)
+        variant = _variant(*kind, nhv, vs, cpw, vector, plain)
     return Choice(variant[0], HV // nhv * vs, variant[1], V // vs)
 
 

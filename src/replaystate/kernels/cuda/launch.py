@@ -162,6 +162,7 @@ def step(
         R=R,
         width=width,
         device=device,
+        shared_limit=_properties(device)[1],
         plain=plain,
     )
     v_block = _v_block(B * HV, V, device) if choice is None else choice.v_block
