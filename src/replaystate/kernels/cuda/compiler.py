@@ -53,6 +53,7 @@ class Counters:
 
 counters = Counters()
 _lock = threading.Lock()
+_importing = threading.Lock()
 _kernels: dict[tuple[Program, int], Any] = {}
 _shared_bytes: dict[tuple[Program, int], int] = {}
 
@@ -79,7 +80,8 @@ def _core() -> Any:
     reason = missing()
     if reason:
         raise MissingDependencyError(f"replaystate's CUDA backend: {reason}")
-    return importlib.import_module("cuda.core")
+    with _importing:  # a warm-up asks from several threads at once, and the package does not bear that
+        return importlib.import_module("cuda.core")
 
 
 @functools.cache
