@@ -53,12 +53,10 @@ def replay_step(
     | cache | | | in/out | rings of the named slots; checkpoints of folding rows; step records |
 
     Args:
-        mixed_qkv, a, b, A_log, dt_bias, state_indices, query_start_loc: see the table.
         cache: owns checkpoints, rings and cursors.
         layer: which layer's.
-        executed_width: launch width of the step, 1..max_query_len, the same for all layers; every row has at most so
-        many
-            tokens. Decides which rows fold. None: max_query_len.
+        executed_width: launch width of the step, 1..max_query_len, the same for all layers; every row has at most
+            so many tokens. Decides which rows fold. None: max_query_len.
         out: where to write; contiguous or row-strided, sharing no memory with an input. None: a fresh tensor.
         scale: of q; None: K^-1/2.
         backend: "auto", or the name of one of `replaystate.backends()`.
@@ -178,7 +176,9 @@ def gated_delta_rule(
         BackendError: the backend asked for cannot run this call.
 
     Notes:
-        A row's bits do not depend on the other rows. Nothing given is changed. The torch backend loops over tokens.
+        Cost: HV V K multiply-adds of the state three times a token (predict, update, read out); the state stays in fast
+        memory over a prompt on the `cpu` and `cuda` backends. A row's bits do not depend on the other rows. Nothing
+        given is changed. No host sync on the `cuda` backend. The torch backend loops over tokens.
 
     Source: contract section 2.
 

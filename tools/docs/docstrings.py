@@ -1,0 +1,41 @@
+"""Docstrings as markdown: they are written to be read in a terminal, and a few of their habits mean other things there.
+
+- A run of doctest lines becomes a code block (markdown would read `>>>` as a quotation).
+- `::` before an indented block becomes `:` (a habit of reStructuredText).
+- "contract section N" links to the page that has the section.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+CONTRACT = re.compile(r"\bcontract(?=,? sections? \d)")
+DOUBLE_COLON = re.compile(r"::[ \t]*$", re.MULTILINE)
+
+
+def as_markdown(docstring: str) -> str:
+    """The docstring with the replacements above."""
+    lines: list[str] = []
+    fenced = False
+    for line in DOUBLE_COLON.sub(":", docstring).splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        if line.lstrip().startswith(">>> ") and not fenced:
+            lines.append(f"{indent}```pycon")
+            fenced = True
+        elif fenced and not line.strip():
+            lines.append("```")
+            fenced = False
+        lines.append(line if fenced else CONTRACT.sub("[contract](contract.md)", line))
+    return "\n".join([*lines, "```"] if fenced else lines)
+
+
+class TerminalDocstrings(griffe.Extension):
+    """Applies `as_markdown` to every docstring that griffe reads."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        """Called once for each object of the package."""
+        if not obj.is_alias and obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
