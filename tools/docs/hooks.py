@@ -30,6 +30,11 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
 """Title, folder under docs/, and the pages that come first, in this order."""
 
 MATH = re.compile(r"^(?P<indent> *)```math\n(?P<latex>.*?)\n(?P=indent)```$", re.MULTILINE | re.DOTALL)
+ACCENT = re.compile(
+    r"<mover[^>]*><mrow><mi>(?P<letter>\w)</mi></mrow><mo[^>]*>(?P<accent>&#x0005E;|&#x0007E;)</mo></mover>"
+)
+COMBINING = {"&#x0005E;": "\u0302", "&#x0007E;": "\u0303"}
+"""A hat or a tilde over one letter, as one character: browsers put a superscript beside it, not above the accent."""
 NO_RUN = re.compile(r"^(?P<indent> *)<!--\s*no-run:\s*(?P<reason>.*?)\s*-->$", re.MULTILINE)
 OUTSIDE = re.compile(r"\[(?P<words>[^\]]+)\]\((?P<target>\.\./[^)\s]+)\)")
 
@@ -57,9 +62,13 @@ def math(markdown: str) -> str:
 
     def element(match: re.Match[str]) -> str:
         lines = [convert(line.strip(), display="block") for line in match["latex"].splitlines() if line.strip()]
-        return f'<div class="math">{"".join(lines)}</div>'
+        return f'<div class="math">{ACCENT.sub(_accented, "".join(lines))}</div>'
 
     return MATH.sub(element, markdown)
+
+
+def _accented(match: re.Match[str]) -> str:
+    return f"<mi>{match['letter']}{COMBINING[match['accent']]}</mi>"
 
 
 def outside_links(markdown: str, page: Path, docs: Path) -> str:
