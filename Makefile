@@ -88,12 +88,12 @@ imports: $(STAMPS)/dev ## import-linter: layers, and who may import what
 	$(BIN)/lint-imports
 
 docs-check: $(STAMPS)/dev ## run the examples in README, docs and docstrings
-	$(TEST_ENV) $(BIN)/python -m pytest -m docs tests/test_docs.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m docs tests/test_docs.py tests/test_site.py $(ARGS)
 
-docs: $(STAMPS)/docs ## build the documentation into site/; a warning is an error
+docs: $(STAMPS)/dev ## build the documentation into site/; a warning is an error
 	$(MKDOCS) build --quiet
 
-docs-serve: $(STAMPS)/docs ## show the documentation on port 8000 and rebuild it after every edit
+docs-serve: $(STAMPS)/dev ## show the documentation on port 8000 and rebuild it after every edit
 	$(MKDOCS) serve
 
 format: $(STAMPS)/dev ## apply ruff's format and safe fixes
@@ -127,10 +127,6 @@ $(STAMPS)/demo: $(STAMPS)/torch pyproject.toml
 $(STAMPS)/dev: $(STAMPS)/torch pyproject.toml
 	$(EDITABLE) '.[dev]'
 	@touch $@ $(STAMPS)/demo
-
-$(STAMPS)/docs: $(STAMPS)/dev
-	$(EDITABLE) '.[docs]'
-	@touch $@
 
 # --- other versions of transformers ---------------------------------------------------------------
 # .venv-hf/<version> holds only transformers and what it pins differently. A .pth file puts the packages of .venv

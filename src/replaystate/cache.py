@@ -149,7 +149,7 @@ class ReplayCache:
         | ring_start, num_committed | [num_slots] | int32 | cursors, owned by the engine, updated by `commit` |
 
         Raises:
-            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other, with the numbers.
+            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other.
         """
         fn = "ReplayCache.from_tensors"
         _check_shape(fn, shape)
@@ -342,7 +342,7 @@ class ReplayCache:
     def state(self, layer: int, slots: Indices) -> Tensor:
         """The current states of a layer, float32 [n, HV, V, K]; a fresh tensor.
 
-        S_P = e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T, summed in float32 and never rounded to the state dtype.
+        S_P = e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T, in float32, not rounded to the state dtype.
 
         Raises:
             ProtocolError, DeadSlotError: (host values) a step of this layer is pending, or the slot is dead.
@@ -443,7 +443,7 @@ class ReplayCache:
         | num_accepted | [B] or one int for all | leading rows kept, 0..row length; with 0 a fold stays a fold |
 
         Raises:
-            ProtocolError: (host values) no step to commit, a layer that did not step, or accepted outside 0..row length.
+            ProtocolError: (host values) no step to commit, a layer without a step, or accepted outside 0..row length.
             SlotError: (host values) a slot past the pool or named twice.
             DeadSlotError: (host values) a dead slot.
 
@@ -531,8 +531,8 @@ class ReplayCache:
             ProtocolError, DeadSlotError: (host values) a step of src is pending, or src is dead.
 
         Notes:
-            One read and one write of HV V K elements a row and layer, plus `count` ring rows. No host sync on the `cuda`
-            backend: one launch for all layers, where a bad count is skipped and flagged instead.
+            One read and one write of HV V K elements a row and layer, plus `count` ring rows. On the `cuda` backend
+            one launch for all layers and no host sync; a bad count is skipped and flagged instead.
 
         Source: contract sections 3 and 7.
         """

@@ -143,14 +143,15 @@ def _one_file(path: Path, data: dict[str, Any]) -> str:
         rows = [[x["name"], x["target"], _cell(x["value"]), "yes" if x["met"] else "**no**"] for x in checks]
         lines += [table(["target", "wanted", "measured", "met"], rows), ""]
     flat = [_flat(result) for result in data["results"]]
-    for name, group in groupby(flat, key=lambda result: str(result.get("name", ""))):
+    for index, (name, group) in enumerate(groupby(flat, key=lambda result: str(result.get("name", "")))):
         results = [{key: value for key, value in result.items() if key != "name"} for result in group]
         keys = list(dict.fromkeys(key for result in results for key in result))
         numeric = [key for key in keys if all(isinstance(r.get(key, 0), (int, float)) for r in results)]
         order = [key for key in keys if key not in numeric] + numeric
         rows = [[_cell(result.get(key, "")) for key in order] for result in results]
         body = table([UNITS.get(key, key.replace("_", " ")) for key in order], rows, numbers=len(numeric))
-        lines += [f'??? note "{name}"', "", *(f"    {line}" for line in body.splitlines()), ""]
+        fold = "???" if index else "???+"  # the first is open
+        lines += [f'{fold} note "{name}"', "", *(f"    {line}" for line in body.splitlines()), ""]
     return "\n".join(lines)
 
 

@@ -19,17 +19,17 @@ DOUBLE_COLON = re.compile(r"::[ \t]*$", re.MULTILINE)
 def as_markdown(docstring: str) -> str:
     """The docstring with the replacements above."""
     lines: list[str] = []
-    fenced = False
+    fence: str | None = None  # the open one, with its indent
     for line in DOUBLE_COLON.sub(":", docstring).splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        if line.lstrip().startswith(">>> ") and not fenced:
-            lines.append(f"{indent}```pycon")
-            fenced = True
-        elif fenced and not line.strip():
-            lines.append("```")
-            fenced = False
-        lines.append(line if fenced else CONTRACT.sub("[contract](contract.md)", line))
-    return "\n".join([*lines, "```"] if fenced else lines)
+        if line.lstrip().startswith(">>> ") and fence is None:
+            fence = f"{indent}```"
+            lines.append(f"{fence}pycon")
+        elif fence is not None and not line.strip():
+            lines.append(fence)
+            fence = None
+        lines.append(line if fence else CONTRACT.sub("[contract](contract.md)", line))
+    return "\n".join([*lines, fence] if fence else lines)
 
 
 class TerminalDocstrings(griffe.Extension):

@@ -68,7 +68,7 @@ def math(markdown: str) -> str:
 
 
 def _accented(match: re.Match[str]) -> str:
-    return f"<mi>{match['letter']}{COMBINING[match['accent']]}</mi>"
+    return f"<mi style='font-style: italic'>{match['letter']}{COMBINING[match['accent']]}</mi>"
 
 
 def outside_links(markdown: str, page: Path, docs: Path) -> str:
