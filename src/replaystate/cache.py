@@ -225,6 +225,10 @@ class ReplayCache:
 
         Returns:
             How many kernels were compiled now (0 when all were on disk or loaded).
+
+        Raises:
+            DTypeError: an io dtype outside float32, float16 and bfloat16.
+            ArgumentError: an executed width outside 1..max_query_len.
         """
         for dtype in io_dtypes:
             if dtype not in FLOAT_DTYPES:

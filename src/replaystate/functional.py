@@ -76,7 +76,9 @@ def replay_step(
     Notes:
         Cost: one read of the checkpoint per row, HV V K elements, plus P rows of the ring; a fold writes the checkpoint
         once. A row's bits do not depend on the other rows. On a device nothing syncs with the host unless the backend
-        says so (the torch backend does); values out of range are clamped and flagged in `cache.status`.
+        says so (the torch backend does); values out of range are clamped and flagged in `cache.status`. On the `cuda`
+        backend it can be captured in a CUDA graph after `cache.warmup`; replays read the slots, bounds and cursors of
+        their time.
 
     Source: contract sections 2 to 4.
 

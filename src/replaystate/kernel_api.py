@@ -84,8 +84,7 @@ def gated_delta_rule_mtp_ucache_flush(
         SlotError: (host values) a slot past the pool or named twice.
 
     Notes:
-        Cost as `replay_step`. A row's bits do not depend on the other rows. No host sync on the `cuda` backend; can be
-        captured in a CUDA graph with given `output`, indices and cursors.
+        Cost as `replay_step`. A row's bits do not depend on the other rows. No host sync on the `cuda` backend.
 
     Source: contract section 6. The window is R/2 rows, as upstream (16 of 32).
 
@@ -252,6 +251,12 @@ def convert_g_ring(g: Tensor, ring_start: Tensor, num_committed: Tensor, *, to: 
     Raises:
         ArgumentError: another `to`, or (host values) a ring that cannot be undone.
         ShapeError, DTypeError: tensors that do not fit.
+
+    Notes:
+        One read and one write of the g ring, 4 bytes a slot, value head and ring row; nothing given is changed. Plain
+        torch ops, no host sync on a device.
+
+    Source: contract sections 3 and 5.
 
     >>> g = torch.tensor([[[-1.0, -2.0, -4.0, 9.0]]])
     >>> convert_g_ring(g, torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), to="cumulative")
