@@ -24,7 +24,14 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ["transformers.md", "vllm.md", "own-engine.md", "prefix-states.md", "export-import.md", "dtypes-and-window.md"],
     ),
     ("Explanation", "explanation", ["mathematics.md", "numerics.md", "limits.md", "comparison.md"]),
-    ("Reference", "reference", ["index.md", "cache.md", "functional.md", "backends.md", "command-line.md"]),
+    (
+        "Reference",
+        "reference",
+        [
+            *("index.md", "cache.md", "functional.md", "kernel-api.md", "replayssm.md", "transformers.md"),
+            *("truth.md", "shapes-and-errors.md", "backends.md", "command-line.md", "tools.md", "contract.md"),
+        ],
+    ),
     ("Decisions", "decisions", ["README.md"]),
 ]
 """Title, folder under docs/, and the pages that come first, in this order."""
