@@ -131,6 +131,10 @@ def test_docstrings_become_markdown() -> None:
     assert as_markdown("Text.\n\n>>> f(1)\n2\n\nSource: contract section 3.") == (
         "Text.\n\n```pycon\n>>> f(1)\n2\n```\n\nSource: [contract](contract.md) section 3."
     )
+    assert as_markdown("Args:\n    a, b: two\n        lines.\n    c: one.\n") == (
+        "Args:\n    a: two\n        lines.\n    b: two\n        lines.\n    c: one."
+    )
+    assert as_markdown("Raises:\n    AError, BError: why.") == "Raises:\n    AError, BError: why."
     assert as_markdown("    >>> f(1)\n    2") == "    ```pycon\n    >>> f(1)\n    2\n    ```"
 
 
