@@ -603,7 +603,11 @@ class ReplayCache:
         and a format version. See `replaystate.export` for the table.
 
         Raises:
-            ProtocolError, DeadSlotError: a step is pending, or the slot is dead. SlotError: not a real slot.
+            ProtocolError, DeadSlotError: a step is pending, or the slot is dead.
+            SlotError: not a real slot.
+
+        Notes:
+            Copies a checkpoint and P ring rows a layer to the host, and waits for the device. Changes nothing.
         """
         self._need_host("export")
         slot = self._one_slot("export", slot)
@@ -616,6 +620,9 @@ class ReplayCache:
         Raises:
             FormatError: another format version, shape, number of layers, window or dtype, or a damaged dict.
             SlotError: not a real slot.
+
+        Notes:
+            Everything is checked first: after an error nothing has changed.
         """
         self._need_host("load")
         slot = self._one_slot("load", slot)

@@ -21,7 +21,15 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "How-to",
         "how-to",
-        ["transformers.md", "vllm.md", "own-engine.md", "prefix-states.md", "export-import.md", "dtypes-and-window.md"],
+        [
+            "transformers.md",
+            "vllm.md",
+            "own-engine.md",
+            "prefix-states.md",
+            "export-import.md",
+            "dtypes-and-window.md",
+            "debugging.md",
+        ],
     ),
     ("Explanation", "explanation", ["mathematics.md", "numerics.md", "limits.md", "comparison.md"]),
     (
