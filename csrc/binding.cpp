@@ -90,6 +90,36 @@ void check_distinct(const char* fn, const char* name, std::vector<int64_t>& slot
   if (twice != slots.end()) fail("SlotError", fn, name, ": slot ", *twice, " is named twice");
 }
 
+// Whether a step would find nothing wrong in slots, row bounds, records and cursors; the caller says what is wrong.
+bool step_values_hold(Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor state_indices,
+                      Tensor query_start_loc, int64_t tokens, int64_t layer, int64_t executed_width, int64_t window,
+                      int64_t ring_slots, int64_t null_slot) {
+  const char* fn = "step_values_hold";
+  const int64_t pool = ring_start.size(0);
+  const Words starts(fn, "ring_start", ring_start, pool), counts(fn, "num_committed", num_committed, pool);
+  const Words flags(fn, "status", status, pool);
+  const Records records(fn, step_records, pool);
+  const Ints slots(fn, "state_indices", state_indices), bounds(fn, "query_start_loc", query_start_loc);
+  if (bounds.size() != slots.size() + 1 || bounds[0] != 0 || bounds[slots.size()] > tokens) return false;
+  if (layer < 0 || layer >= records.layers()) return false;
+  static thread_local std::vector<int64_t> live;
+  live.clear();
+  for (int64_t i = 0; i < slots.size(); ++i) {
+    const int64_t slot = slots[i], length = bounds[i + 1] - bounds[i];
+    if (slot >= pool || length < 0 || int64_t(live.size()) > pool) return false;
+    if (slot < 0 || slot == null_slot) continue;
+    live.push_back(slot);
+    if (length > executed_width || (flags[slot] & DEAD) || records.at(slot, layer) != 0) return false;
+    const int32_t record = int32_t((executed_width << 16) | length);
+    for (int64_t other = 0; other < records.layers(); ++other) {
+      if (records.at(slot, other) != 0 && records.at(slot, other) != record) return false;
+    }
+    if (starts[slot] < 0 || starts[slot] >= ring_slots || counts[slot] < 0 || counts[slot] > window) return false;
+  }
+  std::sort(live.begin(), live.end());
+  return std::adjacent_find(live.begin(), live.end()) == live.end();
+}
+
 void replay_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor state, Tensor u_ring, Tensor k_ring,
                  Tensor g_ring, Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor out,
                  Tensor state_indices, Tensor query_start_loc, int64_t layer, int64_t executed_width, int64_t window,
@@ -422,6 +452,9 @@ STABLE_TORCH_LIBRARY(replaystate_cpu, m) {
   m.def(
       "gated_delta_rule(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, bool has_initial, "
       "Tensor query_start_loc, Tensor(a!) out, Tensor(b!) final_state, float scale) -> ()");
+  m.def(
+      "step_values_hold(Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor state_indices, "
+      "Tensor query_start_loc, int tokens, int layer, int executed_width, int window, int ring_slots, int null_slot) -> bool");
   m.def("isa() -> str");
   m.def("use_isa(str name) -> bool");
   m.def("read_words(Tensor x) -> int");
@@ -429,6 +462,7 @@ STABLE_TORCH_LIBRARY(replaystate_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(replaystate_cpu, CPU, m) {
   m.impl("replay_step", TORCH_BOX(&replay_step));
+  m.impl("step_values_hold", TORCH_BOX(&step_values_hold));
   m.impl("ucache_flush", TORCH_BOX(&ucache_flush));
   m.impl("fold_slots", TORCH_BOX(&fold_slots));
   m.impl("read_state", TORCH_BOX(&read_state));

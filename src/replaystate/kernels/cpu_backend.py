@@ -87,6 +87,28 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if dense else x.contiguous()
 
 
+def step_values_hold(
+    ring_start: Tensor,
+    num_committed: Tensor,
+    step_records: Tensor,
+    status: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    tokens: int,
+    layer: int,
+    executed_width: int,
+    window: int,
+    ring_slots: int,
+    null_slot: int,
+) -> bool:
+    """Whether a step would find nothing wrong in slots, row bounds, records and cursors; it does not say what is."""
+    holds: bool = _ops().step_values_hold(
+        ring_start, num_committed, step_records, status, state_indices, query_start_loc, tokens, layer, executed_width,
+        window, ring_slots, null_slot,
+    )  # fmt: skip
+    return holds
+
+
 def replay_step(
     mixed_qkv: Tensor,
     a: Tensor,

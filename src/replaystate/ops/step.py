@@ -16,7 +16,7 @@ from ..checks import (
     check_tensor,
 )
 from ..errors import ArgumentError, ProtocolError, SlotStatus
-from ..kernels import Call, select
+from ..kernels import Call, fused, select
 from ..shapes import check_window, read_step_record, step_record
 from .common import check_cursors, check_rings, check_slot_words, dead_slot_error, live_slots, on_host
 
@@ -67,13 +67,17 @@ def replay_step(
     check_rows(fn, "out", out)
     inputs = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "state": state}
     check_no_overlap(fn, "out", out, {**inputs, "u_ring": u_ring, "k_ring": k_ring, "g_ring": g_ring})
+    call = Call(fn, device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, (H, HV, K, V), window, executed_width)
+    chosen = select(backend, call)
     if on_host(state):
-        _check_step_values(
-            fn, tokens, ring_start, num_committed, step_records, status, state_indices, query_start_loc, layer,
+        values = (
+            ring_start, num_committed, step_records, status, state_indices, query_start_loc, tokens, layer,
             executed_width, window, ring_slots, null_slot,
         )  # fmt: skip
-    call = Call(fn, device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, (H, HV, K, V), window, executed_width)
-    select(backend, call).replay_step(
+        all_hold = fused(chosen, "step_values_hold")
+        if all_hold is None or not all_hold(*values):
+            _check_step_values(fn, *values)
+    chosen.replay_step(
         mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
         status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot, scale,
     )  # fmt: skip
@@ -81,13 +85,13 @@ def replay_step(
 
 def _check_step_values(
     fn: str,
-    tokens: int,
     ring_start: Tensor,
     num_committed: Tensor,
     step_records: Tensor,
     status: Tensor,
     state_indices: Tensor,
     query_start_loc: Tensor,
+    tokens: int,
     layer: int,
     executed_width: int,
     window: int,
