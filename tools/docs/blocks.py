@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +141,16 @@ def _one_file(path: Path, data: dict[str, Any]) -> str:
     if checks:
         rows = [[x["name"], x["target"], _cell(x["value"]), "yes" if x["met"] else "**no**"] for x in checks]
         lines += [table(["target", "wanted", "measured", "met"], rows), ""]
-    flat = [_flat(result) for result in data["results"]]
-    for index, (name, group) in enumerate(groupby(flat, key=lambda result: str(result.get("name", "")))):
-        results = [{key: value for key, value in result.items() if key != "name"} for result in group]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in map(_flat, data["results"]):
+        groups.setdefault(str(result.pop("name", "")), []).append(result)
+    for name, results in groups.items():
         keys = list(dict.fromkeys(key for result in results for key in result))
         numeric = [key for key in keys if all(isinstance(r.get(key, 0), (int, float)) for r in results)]
         order = [key for key in keys if key not in numeric] + numeric
         rows = [[_cell(result.get(key, "")) for key in order] for result in results]
         body = table([UNITS.get(key, key.replace("_", " ")) for key in order], rows, numbers=len(numeric))
-        fold = "???" if index else "???+"  # the first is open
+        fold = "???+" if name == next(iter(groups)) else "???"  # the first is open
         lines += [f'{fold} note "{name}"', "", *(f"    {line}" for line in body.splitlines()), ""]
     return "\n".join(lines)
 
@@ -169,7 +169,9 @@ def _flat(result: dict[str, Any]) -> dict[str, Any]:
 def _cell(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int) or value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def markers(markdown: str) -> Iterator[str]:
