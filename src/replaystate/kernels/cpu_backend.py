@@ -87,25 +87,42 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if dense else x.contiguous()
 
 
-def step_values_hold(
+def step_holds(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
     ring_start: Tensor,
     num_committed: Tensor,
     step_records: Tensor,
     status: Tensor,
+    out: Tensor,
     state_indices: Tensor,
     query_start_loc: Tensor,
-    tokens: int,
     layer: int,
     executed_width: int,
     window: int,
-    ring_slots: int,
     null_slot: int,
 ) -> bool:
-    """Whether a step would find nothing wrong in slots, row bounds, records and cursors; it does not say what is."""
-    holds: bool = _ops().step_values_hold(
-        ring_start, num_committed, step_records, status, state_indices, query_start_loc, tokens, layer, executed_width,
-        window, ring_slots, null_slot,
-    )  # fmt: skip
+    """True when nothing is wrong with the arguments of a step, values included: one look in C++ in place of many.
+
+    False says only that the checks in Python have to look closer: something is wrong, or the extension is not there, or
+    a layout is unusual.
+    """
+    if usable() is not None or not state.is_cpu:
+        return False
+    try:
+        holds: bool = _ops().step_holds(
+            mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
+            status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot,
+        )  # fmt: skip
+    except RuntimeError:  # a tensor that is not on the CPU
+        return False
     return holds
 
 

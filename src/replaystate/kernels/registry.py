@@ -168,7 +168,7 @@ def fused(backend: Backend, op: str) -> Any:
     """The backend's own form of a whole op, cursors and all, or None where it leaves them to the op.
 
     A device backend has `materialize`, `flush`, `prefix_materialize`, `read_slots`, `adapter_step`, `upkeep` and
-    `warmup`, so that no call waits for the host. The backend "cpu" has `step_values_hold`.
+    `warmup`, so that no call waits for the host.
     """
     return getattr(backend, op, None)
 
