@@ -81,6 +81,14 @@ def test_every_number_of_a_result_file_is_shown(monkeypatch: pytest.MonkeyPatch)
         assert f"| {blocks._cell(result['us'])} |" in shown
 
 
+def test_the_charts_are_those_of_bench_report() -> None:
+    blocks = module("blocks")
+    html = blocks.charts()
+    assert html.startswith("<!doctype html>")
+    assert all(path.name in html for path in blocks.result_files())
+    assert f"({blocks.CHARTS})" in blocks.measurements()
+
+
 def test_the_index_of_decisions_has_every_note() -> None:
     index = module("blocks").decisions()
     notes = sorted(page.name for page in (DOCS / "decisions").glob("[0-9]*.md"))

@@ -18,12 +18,14 @@ import figures
 import torch
 
 from replaystate import backends
+from replaystate.bench import page, read_results
 from replaystate.kernels import Call, registry
 from replaystate.kernels.cuda import launch
 
 ROOT = figures.ROOT
 DECISIONS = ROOT / "docs/decisions"
 RESULTS = ROOT / "benchmarks/results"
+CHARTS = "charts.html"
 
 
 def table(header: list[str], rows: list[list[str]], *, numbers: int = 0) -> str:
@@ -124,11 +126,24 @@ def heading_of(page: Path) -> str:
 UNITS = {"us": "µs", "median_us": "median µs", "iqr_us": "IQR µs", "min_us": "min µs", "gb_per_s": "GB/s"}
 
 
+def result_files() -> dict[Path, dict[str, Any]]:
+    """The files of benchmarks/results that hold a list of results, by path."""
+    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    return {path: data for path, data in found.items() if isinstance(data.get("results"), list)}
+
+
+def charts() -> str:
+    """The page of `replaystate bench report` for all of them, a file of its own on the site (`CHARTS`)."""
+    return page([read_results(path) for path in result_files()])
+
+
 def measurements() -> str:
-    """Every file of benchmarks/results with a list of named results: where it was measured, and its numbers."""
-    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json"))]
-    parts = [_one_file(path, data) for path, data in found if isinstance(data.get("results"), list)]
-    return "\n\n".join(parts) or "*No results are committed.*"
+    """Every file of results: where it was measured, and its numbers."""
+    parts = [_one_file(path, data) for path, data in result_files().items()]
+    if not parts:
+        return "*No results are committed.*"
+    link = f"[Charts of these files]({CHARTS})"
+    return "\n\n".join([f"{link}: what loses, time against batch with the floor of memory speed, speed-ups.", *parts])
 
 
 def _one_file(path: Path, data: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import blocks
 from latex2mathml.converter import convert
+from mkdocs.structure.files import File
 
 SECTIONS: list[tuple[str, str, list[str]]] = [
     (
@@ -100,6 +101,12 @@ def on_config(config: Any) -> Any:
     """Set the navigation."""
     config["nav"] = navigation(Path(config["docs_dir"]))
     return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the charts of the results."""
+    files.append(File.generated(config, blocks.CHARTS, content=blocks.charts()))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
