@@ -25,6 +25,7 @@ from torch import Tensor
 
 from replaystate import GDNShape, ReplayCache, gated_delta_rule, replay_step
 from replaystate.bench import Report, Timing, measure, step_bytes, timing
+from replaystate.cli.generation import Request, generate
 from replaystate.kernels import cpu_backend
 
 SHAPE = GDNShape(16, 32, 128, 128)
@@ -260,6 +261,32 @@ def burst(decode: Decode, number: int) -> list[float]:
     return took[1:]
 
 
+def bench_generate(report: Report, repeats: int) -> None:
+    """Target 5: `replaystate generate --compare` on the tiny model, one thread, without and with drafts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for draft in ("none", "prompt-lookup"):
+        request = Request(
+            HERE.parent / "examples/tiny_gdn/model", "class Queue:", draft, max_new_tokens=100, compare=True
+        )
+        seconds: dict[str, list[float]] = {"replaystate": [], "stock": []}
+        for _ in range(repeats):
+            outcome = generate(request, note=lambda _: None)
+            assert outcome.identical, "not the tokens of stock greedy"
+            for name, run in zip(seconds, (outcome.replay, outcome.stock), strict=True):
+                assert run is not None
+                seconds[name].append(run.decode_s / run.decode_tokens)
+        times = {name: timing(took) for name, took in seconds.items()}
+        ratio = times["stock"].median_us / times["replaystate"].median_us
+        for name, time in times.items():
+            report.add(
+                "generate tiny_gdn", draft=draft, what=name, time=time, tokens_per_s=round(1e6 / time.median_us, 1)
+            )
+        report.at_least(f"generate, draft {draft}: stock's time a token against ours", ratio, 1.0)
+        print(f"generate, draft {draft}: a token {line(times)}: {ratio:.2f}x")
+    torch.set_num_threads(threads)
+
+
 def speed(size: int, time: Timing) -> float:
     """GB/s."""
     return round(size / time.median_us / 1e3, 2)
@@ -279,6 +306,7 @@ SECTIONS = {
     "widths": bench_widths,
     "scale": bench_scale,
     "vllm": bench_vllm,
+    "generate": bench_generate,
 }
 
 
