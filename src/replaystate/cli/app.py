@@ -30,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", short_help="Measure, compare, draw results.")
 
 
 class DType(str, Enum):
