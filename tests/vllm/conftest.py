@@ -136,6 +136,8 @@ def stock() -> Stock:
 
 
 REPLAY = {"additional_config": {"replaystate": {}}}
+# A retention interval of one block keeps every boundary, also those that decoding passes; the default keeps prompts' only.
+CACHING = {"enable_prefix_caching": True, "block_size": 256, "prefix_cache_retention_interval": 256}
 NGRAM = {
     "speculative_config": {
         "method": "ngram", "num_speculative_tokens": workloads.DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 1,
@@ -162,7 +164,7 @@ def cached(engines: Engines) -> dict[str, Any]:
     """Ours, float32, no drafts, prefix caching."""
     return engines.run(
         "cached", workloads.shared_prefixes(), model=str(models.TRAINED), dtype="float32", max_model_len=1024,
-        block_size=256, enable_prefix_caching=True, **REPLAY,
+        **CACHING, **REPLAY,
     )  # fmt: skip
 
 
@@ -177,8 +179,7 @@ def native_plain(engines: Engines, mtp_model: str) -> dict[str, Any]:
     """vLLM's own path, bfloat16, no drafts, prefix caching."""
     batches = [*workloads.shared_prefixes(), workloads.plain()]
     return engines.run(
-        "native-plain", batches, model=mtp_model, dtype="bfloat16", max_model_len=1024, block_size=256,
-        enable_prefix_caching=True,
+        "native-plain", batches, model=mtp_model, dtype="bfloat16", max_model_len=1024, **CACHING
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def native_plain(engines: Engines, mtp_model: str) -> dict[str, Any]:
 def native_mtp(engines: Engines, mtp_model: str) -> dict[str, Any]:
     """vLLM's own path, bfloat16, MTP drafts."""
     return engines.run(
-        "native-mtp", [workloads.plain()], model=mtp_model, dtype="bfloat16", max_model_len=1024, **MTP
+        "native-mtp", [workloads.plain()], model=mtp_model, dtype="bfloat16", max_model_len=512, **MTP
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def native_mtp(engines: Engines, mtp_model: str) -> dict[str, Any]:
 def replay_mtp(engines: Engines, mtp_model: str) -> dict[str, Any]:
     """Ours, bfloat16, MTP drafts."""
     return engines.run(
-        "replay-mtp", [workloads.plain()], model=mtp_model, dtype="bfloat16", max_model_len=1024, **REPLAY, **MTP
+        "replay-mtp", [workloads.plain()], model=mtp_model, dtype="bfloat16", max_model_len=512, **REPLAY, **MTP
     )  # fmt: skip
 
 

@@ -19,6 +19,9 @@ PLUGIN_NAME = "replaystate"
 ENVIRONMENT_VARIABLE = "REPLAYSTATE_VLLM"
 """A JSON object with the same options, where `--additional-config` cannot be given."""
 
+ADAPTER_VARIABLE = "REPLAYSTATE_VLLM_ADAPTER"
+"""1: call `install_adapter` in every process."""
+
 ARCHITECTURES = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -141,6 +144,6 @@ def _options(vllm_config: Any) -> tuple[Any, str]:
 
 
 def _dtype(name: str, value: object) -> torch.dtype:
-    if value not in DTYPES:
+    if not isinstance(value, str) or value not in DTYPES:
         raise ArgumentError(f"{name}: expected one of {', '.join(DTYPES)}, got {value!r}")
-    return DTYPES[str(value)]
+    return DTYPES[value]

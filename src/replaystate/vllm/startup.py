@@ -44,4 +44,6 @@ def _is_served(config: Any) -> bool:
     model, speculation = config.model_config, config.speculative_config
     if model is None or model.is_submodel_config:
         return False
-    return speculation is None or model is not speculation.draft_model_config
+    if speculation is None or model is speculation.target_model_config:  # without a draft model both are the target
+        return True
+    return model is not speculation.draft_model_config
