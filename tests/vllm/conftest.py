@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ def plugin_environment(folder: Path, *, one_process: bool = True) -> dict[str, s
         "VLLM_PLUGINS": "replaystate",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its default asks for a NUMA node per process
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
     }
 
@@ -69,33 +69,37 @@ class Engines:
 
     def run(self, name: str, batches: list[list[dict]], **engine: Any) -> dict[str, Any]:
         """Run a job to its end."""
-        one_process = engine.get("tensor_parallel_size", 1) == 1
-        if one_process:
-            engine.setdefault("distributed_executor_backend", "uni")
-        command, result = self.command(name, batches, engine)
+        command, result = self.command(name, batches, {"distributed_executor_backend": "uni"} | engine)
         log = self.folder / f"{name}.log"
         with log.open("w") as out:
             ended = subprocess.run(
-                command, env=plugin_environment(self.folder, one_process=one_process), stdout=out, stderr=out, cwd=ROOT
+                command, env=plugin_environment(self.folder), stdout=out, stderr=out, cwd=ROOT
             )
         assert ended.returncode == 0, log.read_text()[-4000:]
         return json.loads(result.read_text()) | {"log": log.read_text()}
 
-    def kill_in_the_middle(self, name: str, batches: list[list[dict]], **engine: Any) -> None:
-        """Start a job in several processes and kill its whole process group once it has finished a batch."""
+    def run_and_kill(self, name: str, batches: list[list[dict]], **engine: Any) -> dict[str, Any]:
+        """Run all batches but the last, then kill every process of the engine in the middle of the last."""
         command, result = self.command(name, batches, engine)
-        progress = Path(f"{result}.progress")
-        with (self.folder / f"{name}.log").open("w") as out:
+        log, progress = self.folder / f"{name}.log", result.with_suffix(".progress")
+        with log.open("w") as out:
             process = subprocess.Popen(
                 command, env=plugin_environment(self.folder, one_process=False), stdout=out, stderr=out, cwd=ROOT,
                 start_new_session=True,
             )  # fmt: skip
-            deadline = time.monotonic() + 200
-            while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
+            finished: list[Any] = []
+            deadline = time.monotonic() + 400
+            while len(finished) < len(batches) - 1 and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
-            assert process.poll() is None and progress.exists(), (self.folder / f"{name}.log").read_text()[-4000:]
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                if progress.exists():
+                    finished = json.loads(progress.read_text())
+            ended = process.poll()
+            if ended is None:
+                time.sleep(1)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert ended is None and len(finished) == len(batches) - 1, log.read_text()[-4000:]
+        return {"batches": finished, "log": log.read_text()}
 
 
 @pytest.fixture(scope="session")
@@ -151,8 +155,27 @@ MTP = {
 
 
 @pytest.fixture(scope="session")
-def drafted(engines: Engines) -> dict[str, Any]:
-    """Ours, float32, ngram drafts, chunked prefill, aborts, and too few blocks for all requests."""
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random model, 1 key and 3 value heads in each of two shards."""
+    return models.random_odd_heads(tmp_path_factory.mktemp("model") / "odd")
+
+
+@pytest.fixture(scope="session")
+def sharded(engines: Engines, odd_model: Path) -> dict[str, Any]:
+    """Ours, float32, ngram drafts, two tensor-parallel processes; killed in the middle of its second batch."""
+    endless = [request | {"max_tokens": 400} for request in workloads.plain(8)]
+    return engines.run_and_kill(
+        "sharded", [workloads.plain(6, 30), endless], model=str(odd_model), dtype="float32", max_model_len=1024,
+        tensor_parallel_size=2, **REPLAY, **NGRAM,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def drafted(engines: Engines, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Ours, float32, ngram drafts, chunked prefill, aborts, and too few blocks for all requests.
+
+    It starts after another engine was killed (`sharded`).
+    """
     return engines.run(
         "drafted", [workloads.mixed()], model=str(models.TRAINED), dtype="float32", max_model_len=512,
         max_num_batched_tokens=workloads.CHUNK, num_gpu_blocks_override=26, **REPLAY, **NGRAM,
@@ -197,6 +220,3 @@ def replay_mtp(engines: Engines, mtp_model: str) -> dict[str, Any]:
     return engines.run(
         "replay-mtp", [workloads.plain()], model=mtp_model, dtype="bfloat16", max_model_len=512, **REPLAY, **MTP
     )  # fmt: skip
-
-
-StartEngine = Callable[..., dict[str, Any]]

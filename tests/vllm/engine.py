@@ -71,7 +71,8 @@ def main() -> None:
                 request["prompt"] = job["batches"][j][k]["prompt"] + batches[j][k]["tokens"] + request["extra"]
         batches.append(run_batch(engine, batch, str(i)))
         seconds.append(time.perf_counter() - start)
-        Path(sys.argv[2] + ".progress").write_text(str(i))
+        Path(sys.argv[2]).with_suffix(".partial").write_text(json.dumps(batches))
+        Path(sys.argv[2]).with_suffix(".partial").replace(Path(sys.argv[2]).with_suffix(".progress"))
     counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     result = {
         "batches": batches,

@@ -5,13 +5,15 @@ The float32 engines must give stock greedy tokens. A trained model has few near 
 
 from __future__ import annotations
 
+import subprocess
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from . import models, workloads
-from .conftest import NGRAM, REPLAY, Engines, Stock
+from . import workloads
+from .conftest import Stock
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -31,6 +33,18 @@ def test_drafts_chunks_aborts_and_preemptions_give_stock_tokens(drafted: dict[st
     for got, asked in zip(batch, requests, strict=True):
         assert asked["aborted"] is not None or len(got["tokens"]) == asked["max_tokens"]
     assert_stock_tokens(batch, stock)
+
+
+def test_two_shards_with_odd_heads_give_stock_tokens(sharded: dict[str, Any], odd_model: Path) -> None:
+    (batch,) = sharded["batches"]
+    assert_stock_tokens(batch, Stock(odd_model))
+
+
+def test_an_engine_that_was_killed_leaves_nothing_behind(sharded: dict[str, Any], drafted: dict[str, Any]) -> None:
+    """`drafted` started after `sharded` was killed while it decoded; no process of that is left."""
+    assert drafted["batches"]
+    left = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    assert not [line for line in left.splitlines() if "sharded.job.json" in line]
 
 
 def test_prefix_hits_give_stock_tokens(cached: dict[str, Any], stock: Stock) -> None:
