@@ -72,9 +72,7 @@ class Engines:
         command, result = self.command(name, batches, {"distributed_executor_backend": "uni"} | engine)
         log = self.folder / f"{name}.log"
         with log.open("w") as out:
-            ended = subprocess.run(
-                command, env=plugin_environment(self.folder), stdout=out, stderr=out, cwd=ROOT
-            )
+            ended = subprocess.run(command, env=plugin_environment(self.folder), stdout=out, stderr=out, cwd=ROOT)
         assert ended.returncode == 0, log.read_text()[-4000:]
         return json.loads(result.read_text()) | {"log": log.read_text()}
 
@@ -98,7 +96,8 @@ class Engines:
                 time.sleep(1)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        assert ended is None and len(finished) == len(batches) - 1, log.read_text()[-4000:]
+        assert ended is None, log.read_text()[-4000:]
+        assert len(finished) == len(batches) - 1, log.read_text()[-4000:]
         return {"batches": finished, "log": log.read_text()}
 
 
@@ -140,7 +139,7 @@ def stock() -> Stock:
 
 
 REPLAY = {"additional_config": {"replaystate": {}}}
-# A retention interval of one block keeps every boundary, also those that decoding passes; the default keeps prompts' only.
+# A retention interval of one block keeps every boundary, also those that decoding passes; the default keeps prompts'.
 CACHING = {"enable_prefix_caching": True, "block_size": 256, "prefix_cache_retention_interval": 256}
 NGRAM = {
     "speculative_config": {

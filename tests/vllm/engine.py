@@ -47,7 +47,7 @@ def run_batch(engine: Any, batch: list[dict], prefix: str) -> list[dict]:
             results.append({"prompt": batch[i]["prompt"], "tokens": [], "logprobs": [], "cached": 0})
             continue
         sample = output.outputs[0]
-        chosen = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs or [])]
+        chosen = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
         results.append(
             {"prompt": batch[i]["prompt"], "tokens": list(sample.token_ids), "logprobs": chosen,
              "cached": output.num_cached_tokens}

@@ -1,4 +1,4 @@
-"""The models that the engine tests run: the trained tiny model, the same with an MTP head, and a random one with odd heads."""
+"""The models of the engine tests: the trained tiny one, the same with an MTP head, and a random one with odd heads."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def test_loaders_are_ours_wherever_they_were_imported(upstream: tuple[ModuleType
     adapter, layer = upstream
     for _ in range(2):
         install_adapter()
-        assert adapter.load_gdn_replayssm_kernel is layer.load_gdn_replayssm_kernel is replayssm.load_gdn_replayssm_kernel
+        assert (
+            adapter.load_gdn_replayssm_kernel is layer.load_gdn_replayssm_kernel is replayssm.load_gdn_replayssm_kernel
+        )
         assert adapter.load_gdn_replayssm_materializer is layer.load_materializer
         assert layer.load_materializer is replayssm.load_gdn_replayssm_materializer
     assert layer.load_gdn_replayssm_kernel().g_layout == layer.load_materializer().g_layout

@@ -112,7 +112,9 @@ def test_a_move_leaves_the_published_block_as_it_was() -> None:
     for slot in (1, 3):
         r.check(slot, of=1)
     r.settle(1, 7)
-    r.slots.move(torch.tensor([1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
+    r.slots.move(
+        torch.tensor([1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+    )
     r.check(4, of=1)
 
 

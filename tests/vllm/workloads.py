@@ -12,7 +12,7 @@ DRAFTS = 3
 
 
 def mixed() -> list[dict]:
-    """48 requests that arrive over time: prompts of every length that has gone wrong somewhere, some of them aborted."""
+    """48 requests that arrive over time: prompts of lengths that have gone wrong somewhere, some of them aborted."""
     chance = random.Random(5)
     awkward = [1, 2, DRAFTS, DRAFTS + 1, CHUNK, CHUNK + 1, CHUNK + DRAFTS + 1, 2 * CHUNK + 1, 127, 128, 129, 256]
     requests = []
@@ -30,7 +30,10 @@ def shared_prefixes() -> list[list[dict]]:
     """Batches that reuse prefixes: of a prompt, of one another, and of what an earlier request wrote."""
     system = list(TEXT[:600])
     first = [{"prompt": system + list(TEXT[1000:1010]), "max_tokens": 40}]
-    others = [{"prompt": system + list(TEXT[at : at + 7 * i + 1]), "max_tokens": 30, "arrives": i} for i, at in enumerate((2000, 3000, 4000, 5000))]
+    others = [
+        {"prompt": system + list(TEXT[at : at + 7 * i + 1]), "max_tokens": 30, "arrives": i}
+        for i, at in enumerate((2000, 3000, 4000, 5000))
+    ]
     long = [{"prompt": list(TEXT[7000:7100]), "max_tokens": 450}]
     again = [{"after": [2, 0], "extra": list(TEXT[8000 : 8000 + n]), "max_tokens": 30} for n in (1, 2, 40)]
     twice = [{"prompt": list(TEXT[9000:9300]), "max_tokens": 20}] * 2

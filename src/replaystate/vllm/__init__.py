@@ -1,8 +1,8 @@
 """vLLM runs its Gated DeltaNet layers on replaystate's cache and kernels: a plugin, off unless it is asked for.
 
 `register` is the entry point (group `vllm.general_plugins`). It does something only where `VLLM_PLUGINS` names
-`replaystate`, or `REPLAYSTATE_VLLM` or `REPLAYSTATE_VLLM_ADAPTER` is set. vLLM calls it in every process, so it imports nothing that may touch a
-device: the layer comes with the model classes, which vLLM imports in its workers.
+`replaystate`, or `REPLAYSTATE_VLLM` or `REPLAYSTATE_VLLM_ADAPTER` is set. vLLM calls it in every process, so it imports
+nothing that may touch a device: the layer comes with the model classes, which vLLM imports in its workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """For a vLLM that brings its own GDN ReplaySSM: its path, with kernels that run on more than SM100.
 
-That path asks two functions for its kernel and its materializer. They are pointed at ours, which take FlashInfer's where
-the machine can run it and the library's own kernels elsewhere.
+That path asks two functions for its kernel and its materializer. They are pointed at ours, which take FlashInfer's
+where the machine can run it and the library's own kernels elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The short causal convolution before a GDN layer, for ragged rows that each continue from a slot of inputs.
 
-One plan serves all layers of a step. A row of q tokens reads the w - 1 inputs before it from its slot and leaves its own
-inputs there, left-aligned, so that the next step starts w - 1 columns behind the last token that was kept:
+One plan serves all layers of a step. A row of q tokens reads the w - 1 inputs before it from its slot and leaves its
+own inputs there, left-aligned, so that the next step begins at the column that fits the tokens that were kept:
 
     slot before   [.. p0 p1 p2 ..]          w = 4; the row's first token sees p0 p1 p2
     slot after    [p1 p2 x0 x1 x2 ..]       a tokens kept: the next step reads from column a - 1
@@ -78,7 +78,9 @@ def plan(
     return ConvPlan(slots, fresh, first_column[:, None] + torch.arange(before, device=device), taps, kept)
 
 
-def causal_conv1d(x: Tensor, slots: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, plan: ConvPlan) -> Tensor:
+def causal_conv1d(
+    x: Tensor, slots: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, plan: ConvPlan
+) -> Tensor:
     """Convolve, in float32, and store the inputs that the next step may need.
 
     y_n = act(bias + sum_j weight_j x_{n - w + 1 + j})

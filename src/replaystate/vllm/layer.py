@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.platforms import current_platform
 
 from .. import ops as _ops  # noqa: F401  registers torch.ops.replaystate
+from ..kernels import Call, select
 from .conv import causal_conv1d
 from .metadata import PrefillRows, ReplayBackend, ReplayMetadata
 from .settings import Settings
@@ -49,7 +52,7 @@ def page_dtypes(native: tuple[torch.dtype, ...], vllm_config: Any) -> tuple[torc
     return conv, state, ring, ring, torch.float32
 
 
-class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):  # type: ignore[misc]
+class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     """vLLM's layer with the states of a page and the core of the forward replaced.
 
     Where the configuration does not ask for the plugin, the object becomes vLLM's own layer.
@@ -69,6 +72,7 @@ class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):  # type: ignore[
         self._forward_method = self.forward_cuda
         self.enable_fused_gdn_spec_decode = False
         self._check_page()
+        self._announce()
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Conv inputs, checkpoint, u, k and g ring."""
@@ -91,6 +95,24 @@ class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):  # type: ignore[
     def get_attn_backend(self) -> type[ReplayBackend]:
         """Our metadata."""
         return ReplayBackend
+
+    def _announce(self) -> None:
+        """Say once, at start, what runs; the library's logger adds which kernels run it, and why not better ones."""
+        library = logging.getLogger("replaystate")
+        if not library.handlers:
+            library.handlers, library.propagate = logging.getLogger("vllm").handlers, False
+            library.setLevel(logging.INFO)
+        state, ring = self.get_state_dtype()[1:3]
+        settings, width = self.settings, self.settings.max_query_len
+        logger.info_once(
+            "replaystate: GDN layers decode by replay: window %d in rings of %d slots, up to %d token(s) a step, "
+            "states %s, rings %s, one state block a request where vLLM's own layer holds %d",
+            settings.window, settings.ring_slots, width, state, ring, width,
+        )  # fmt: skip
+        sizes = (self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim)
+        io = self.model_config.dtype
+        device = current_platform.device_type
+        select("auto", Call("replay_step", device, io, state, ring, sizes, settings.window, width))
 
     def _check_page(self) -> None:
         """The states lie one after the other in a page; each must begin at a multiple of its element size."""

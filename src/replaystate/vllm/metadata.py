@@ -16,7 +16,7 @@ from .settings import Settings
 from .slots import NULL_SLOT, LayerPages, ReplaySlots
 
 
-class ReplayBackend(GDNAttentionBackend):  # type: ignore[misc]
+class ReplayBackend(GDNAttentionBackend):
     """Gives vLLM the builder below."""
 
     @staticmethod
@@ -73,14 +73,14 @@ class ReplayMetadata:
     prefill: PrefillRows | None
 
 
-class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
+class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
     """Settles the last step of every row by its position, then lays out this one.
 
-    A row replays when it continues a state and fits a step (1 + drafts tokens), be they drafts, a token without drafts or
-    a short prompt chunk. Every other row prefills: from zero, or from its checkpoint after its window was folded.
+    A row replays when it continues a state and fits a step (1 + drafts tokens), be they drafts, a token without drafts
+    or a short prompt chunk. Every other row prefills: from zero, or from its checkpoint after its window was folded.
     """
 
-    # A step takes host decisions (does a row prefill?), so it is not captured whole; vLLM captures piecewise around it.
+    # A step takes decisions on the host (does a row prefill?), so vLLM captures graphs around it, not through it.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -160,14 +160,13 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
             return table[:, 0], table[:, 0]
         size = self.kv_cache_spec.block_size
         src, dst = (
-            table.gather(1, ((tokens - 1).clamp(min=0) // size).long()[:, None])[:, 0] for tokens in (computed, seq_lens)
+            table.gather(1, ((tokens - 1).clamp(min=0) // size).long()[:, None])[:, 0]
+            for tokens in (computed, seq_lens)
         )
         return src, dst
 
 
-def _prefill_rows(
-    dst: Tensor, fresh: Tensor, lengths_cpu: Tensor, replays_cpu: Tensor, bounds: Tensor
-) -> PrefillRows:
+def _prefill_rows(dst: Tensor, fresh: Tensor, lengths_cpu: Tensor, replays_cpu: Tensor, bounds: Tensor) -> PrefillRows:
     if not bool(replays_cpu.any()):
         return PrefillRows(None, bounds, dst.long(), fresh)
     device = dst.device

@@ -1,4 +1,7 @@
-"""vLLM's models with our layer: they size the cache's pages for checkpoint and rings. Importing this swaps the layer."""
+"""vLLM's models with our layer: pages are sized for checkpoint and rings. Importing this module swaps the layer.
+
+The classes keep the names that checkpoints give.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class _ReplayPages:
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        return page_shapes(super().get_mamba_state_shape_from_config(vllm_config), _local_key_heads(vllm_config), vllm_config)  # type: ignore[misc]
+        native = super().get_mamba_state_shape_from_config(vllm_config)  # type: ignore[misc]
+        return page_shapes(native, _local_key_heads(vllm_config), vllm_config)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
@@ -33,17 +37,17 @@ class Qwen3NextForCausalLM(_ReplayPages, qwen3_next.Qwen3NextForCausalLM):
     """vLLM's, with replay pages."""
 
 
-class Qwen3_5ForCausalLM(_ReplayPages, qwen3_5.Qwen3_5ForCausalLM):
+class Qwen3_5ForCausalLM(_ReplayPages, qwen3_5.Qwen3_5ForCausalLM):  # noqa: N801
     """vLLM's, with replay pages."""
 
 
-class Qwen3_5MoeForCausalLM(_ReplayPages, qwen3_5.Qwen3_5MoeForCausalLM):
+class Qwen3_5MoeForCausalLM(_ReplayPages, qwen3_5.Qwen3_5MoeForCausalLM):  # noqa: N801
     """vLLM's, with replay pages."""
 
 
-class Qwen3_5ForConditionalGeneration(_ReplayPages, qwen3_5.Qwen3_5ForConditionalGeneration):
+class Qwen3_5ForConditionalGeneration(_ReplayPages, qwen3_5.Qwen3_5ForConditionalGeneration):  # noqa: N801
     """vLLM's, with replay pages."""
 
 
-class Qwen3_5MoeForConditionalGeneration(_ReplayPages, qwen3_5.Qwen3_5MoeForConditionalGeneration):
+class Qwen3_5MoeForConditionalGeneration(_ReplayPages, qwen3_5.Qwen3_5MoeForConditionalGeneration):  # noqa: N801
     """vLLM's, with replay pages."""

@@ -121,7 +121,9 @@ def refuse_unsupported(vllm_config: Any) -> None:
         and cache.mamba_cache_mode != "none",
         f"prefix_match_unit={cache.prefix_match_unit}": cache.prefix_match_unit is not None,
         "enable_mamba_shared_prefix_checkpoint": cache.enable_mamba_shared_prefix_checkpoint,
-        f"speculative method {getattr(speculation, 'method', None)!r} (supported: {', '.join(DRAFT_METHODS)})": bool(drafts)
+        f"speculative method {getattr(speculation, 'method', None)!r} (supported: {', '.join(DRAFT_METHODS)})": bool(
+            drafts
+        )
         and speculation.method not in DRAFT_METHODS,
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
     }

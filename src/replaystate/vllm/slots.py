@@ -1,9 +1,9 @@
 """What is known of each block of a KV-cache group beside its page: cursors, records, and how many tokens it stands at.
 
 All layers of a group share these words. vLLM does not say how many drafts of a step it kept; it says, at the next step,
-how many tokens of a request are computed. A slot remembers where its last step began, so the difference is the number
-of rows to commit, for whatever reason the engine kept them: accepted drafts, a prompt chunk, a step without drafts. It
-also proves that slot and request fit: a block that does not stand where the engine continues is an error, never a guess.
+how many tokens of a request are computed. A slot remembers where its last step began, so the difference is the number of
+rows to commit, for whatever reason the engine kept them: accepted drafts, a prompt chunk, a step without drafts. It also
+proves that slot and request fit: a block that does not stand where the engine continues is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReplaySlots:
             unique: a promise that no live slot is named twice.
 
         Raises:
-            ProtocolError: (host values) a slot that cannot stand there. On a device: an assertion that ends the process.
+            ProtocolError: (host values) a slot that cannot stand there. On a device an assertion ends the process.
         """
         at = slots.long()
         live = slots != NULL_SLOT
@@ -93,7 +93,7 @@ class ReplaySlots:
         self.position[at] = torch.where(live, computed, 0)
 
     def move(self, src: Tensor, dst: Tensor, computed: Tensor) -> None:
-        """Write the state of slot src into slot dst, its window folded; src stays as it is. Pairs of null are skipped."""
+        """Write the state of slot src into slot dst, its window folded; src stays as it is. Null pairs are skipped."""
         pages = self.layers
         torch.ops.replaystate.materialize(
             [p.state for p in pages], [p.u_ring for p in pages], [p.k_ring for p in pages], [p.g_ring for p in pages],
