@@ -17,22 +17,21 @@ def trained_with_mtp(folder: Path) -> Path:
 
     So drafts are accepted where the text repeats a byte (indentation), and rejected elsewhere.
     """
-    config, weights = _trained()
-    hidden, heads, kv_heads, dim = (
-        config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    layer = "mtp.layers.0."
-    template = "model.layers.3."
-    head = {layer + name.removeprefix(template): x for name, x in weights.items() if name.startswith(template)}
-    for silent in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        head[layer + silent] = torch.zeros_like(head[layer + silent])
-    head["mtp.fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1).half()
-    for norm in ("mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_embedding.weight"):
-        head[norm] = torch.zeros(hidden).half()  # these norms scale by 1 + weight
-    head["mtp.norm.weight"] = weights["model.norm.weight"].clone()
-    assert head[layer + "self_attn.k_proj.weight"].shape == (kv_heads * dim, hidden)
-    assert head[layer + "self_attn.q_proj.weight"].shape == (2 * heads * dim, hidden)
-    return _save(folder, config | {"mtp_num_hidden_layers": 1}, weights | head)
+    return save(folder, *with_repeating_head(*_trained()))
+
+
+def with_repeating_head(config: dict, weights: dict[str, torch.Tensor]) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Configuration and weights of a dense Qwen3.5 with an MTP head whose layer adds nothing."""
+    hidden, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    head = {f"mtp.layers.0.{name.removeprefix(last)}": x for name, x in weights.items() if name.startswith(last)}
+    for silent in ("mtp.layers.0.self_attn.o_proj.weight", "mtp.layers.0.mlp.down_proj.weight"):
+        head[silent] = torch.zeros_like(head[silent])
+    dtype = weights["model.norm.weight"].dtype
+    head["mtp.fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1).to(dtype)
+    for norm in ("mtp.pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_embedding.weight"):
+        head[norm] = torch.zeros(hidden, dtype=dtype)  # these norms scale by 1 + weight
+    head["mtp.norm.weight"] = weights["model.norm.weight"]
+    return config | {"mtp_num_hidden_layers": 1}, weights | head
 
 
 def random_odd_heads(folder: Path) -> Path:
@@ -57,7 +56,7 @@ def _trained() -> tuple[dict, dict[str, torch.Tensor]]:
     return json.loads((TRAINED / "config.json").read_text()), load_file(TRAINED / "model.safetensors")
 
 
-def _save(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
+def save(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: x.clone() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})

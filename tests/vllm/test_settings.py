@@ -143,7 +143,7 @@ LLAMA = {
 def test_a_real_vllm_refuses_as_it_is_configured(tmp_path: Path) -> None:
     """Before any engine starts: the same configurations pass without the plugin's option."""
     llama = tmp_path / "llama"
-    models._save(llama, LLAMA, {"unused": torch.zeros(1)})
+    models.save(llama, LLAMA, {"unused": torch.zeros(1)})
     on = {"additional_config": {"replaystate": {}}}
     ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
     cases: list[tuple[dict[str, Any], str | None]] = [

@@ -122,7 +122,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         device = m.query_start_loc.device
         resumed, replays = (x.to(device, non_blocking=True) for x in (resumed_cpu, replays_cpu))
         bounds = m.query_start_loc[: rows + 1]
-        seq_lens = m.seq_lens[:rows]
+        seq_lens = m.seq_lens[:rows].to(torch.int32)
         computed = (seq_lens - bounds.diff()).to(torch.int32)
         src, dst = self._blocks(m.block_table_tensor[:rows], computed, seq_lens)
         src = torch.where(resumed, src, NULL_SLOT)

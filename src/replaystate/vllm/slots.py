@@ -1,9 +1,9 @@
 """What is known of each block of a KV-cache group beside its page: cursors, records, and how many tokens it stands at.
 
-All layers of a group share these words. vLLM does not say how many drafts of a step it kept; it says, at the next step,
-how many tokens of a request are computed. A slot remembers where its last step began, so the difference is the number of
-rows to commit, for whatever reason the engine kept them: accepted drafts, a prompt chunk, a step without drafts. It also
-proves that slot and request fit: a block that does not stand where the engine continues is an error, never a guess.
+All layers of a group share these words. vLLM does not say how many drafts of a step it kept; at the next step it says
+how many tokens of a request are computed. A slot remembers where its last step began; the difference is how many
+rows to commit, for whatever reason the engine kept them: accepted drafts, a prompt chunk, a step without drafts. This
+also proves that slot and request fit: a block that stands elsewhere than the engine continues is an error.
 """
 
 from __future__ import annotations
