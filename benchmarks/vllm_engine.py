@@ -5,8 +5,8 @@ r"""Throughput of vLLM on the CPU, its own GDN path against replaystate's plugin
 
 Needs `make venv-vllm`. The model is random: what it says means nothing, and its MTP head predicts the last token again,
 so drafts are accepted as often as it repeats itself. Compare the time of a step as well as tokens per second:
-acceptance depends on the model, time of a step does not. Each case is an engine of its own; `--case` runs some of them and keeps
-the others of an existing file.
+acceptance depends on the model, time of a step does not. Each case is an engine of its own; `--case` runs some of them
+and keeps the others of an existing file.
 """
 
 from __future__ import annotations
