@@ -63,7 +63,9 @@ class RooflineTimes:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Straight lines between measured points, and on beyond the last ones; a step with both parts takes their sum.
+    """Straight lines between measured points, and on beyond the last; below the first, its time.
+
+    A step with both parts takes their sum.
 
     Args:
         decode: (rows, seconds of a step) in rising order of rows.
@@ -119,7 +121,7 @@ def _number(value: object) -> bool:
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    if len(points) == 1:
+    if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     i = min(max(bisect_right(points, (x, math.inf)), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[i - 1], points[i]
