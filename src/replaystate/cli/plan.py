@@ -103,7 +103,14 @@ def plan_command(
 
 
 def read_setting(
-    model: str, device: str, acceptance: str, *, memory_gb: float | None, drafts: int, **options: Any
+    model: str,
+    device: str,
+    acceptance: str,
+    *,
+    memory_gb: float | None,
+    drafts: int,
+    window: int | None = None,
+    **options: Any,
 ) -> Setting:
     """A setting from options as they are written on the command line.
 
@@ -117,9 +124,10 @@ def read_setting(
         chosen = replace(chosen, memory_bytes=memory_gb * 1e9)
     if drafts < 0:
         raise ArgumentError(f"plan: drafts: expected at least 0, got {drafts}")
-    widest = 1 << drafts.bit_length()  # the smallest window that holds a step: the planner looks for the best one
+    if window is None:
+        window = 1 << drafts.bit_length()  # the smallest that holds a step; the caller looks for the best one
     shape, accepts = load_model_shape(model), numbers("acceptance", acceptance)
-    return Setting(shape, chosen, drafts=drafts, acceptance=accepts, window=widest, **options)
+    return Setting(shape, chosen, drafts=drafts, acceptance=accepts, window=window, **options)
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:

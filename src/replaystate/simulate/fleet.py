@@ -3,9 +3,9 @@
 A replica runs step after step. Each running request has T tokens in every step; prompts are filled in, in the order of
 arrival, with what the step's token budget leaves. Requests join and leave between steps.
 
-One event per step would be too many. Steps that follow each other with the same requests are one event, a *run*: it ends
-at the first step in which a request finishes, memory runs out, or one that has just arrived can join. So the number of
-events grows with the requests, not with their tokens.
+One event per step would be too many. Steps that follow each other with the same requests are one event, a *run*: it
+ends at the first step in which a request finishes, memory runs out, or one that has just arrived can join. So the number
+of events grows with the requests, not with their tokens.
 
 Exact: when requests arrive, how many steps each takes (drawn token by token), in which step each starts and ends, step
 times at both ends of a run. Approximated: within a run a request's tokens grow evenly, by its own mean per step, and
@@ -72,8 +72,8 @@ class Fleet:
             raise ArgumentError(f"simulate: router: expected one of {', '.join(ROUTERS)}, got {self.router!r}")
         if self.token_budget <= self.max_rows * self.tokens:
             raise ArgumentError(
-                f"simulate: token_budget: expected more than max_rows x tokens = {self.max_rows} x {self.tokens}, so that "
-                f"prompts have room beside a full batch, got {self.token_budget}"
+                f"simulate: token_budget: expected more than max_rows x tokens = {self.max_rows} x {self.tokens}, so "
+                f"that prompts have room beside a full batch, got {self.token_budget}"
             )
         if not self.memory_bytes > 0:
             raise ArgumentError(f"simulate: memory_bytes: expected a positive number, got {self.memory_bytes:g}")

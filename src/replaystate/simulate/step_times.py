@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -102,7 +103,8 @@ def read_measured(path: Path) -> MeasuredTimes:
     per_token = content.get("per_kv_token", 0.0)
     if not _number(per_token) or per_token < 0:
         raise ArgumentError(f"step times: {path}: per_kv_token: expected seconds from 0 on, got {per_token!r}")
-    return MeasuredTimes(*(_points(content.get(key), key, path) for key in ("decode", "prefill")), float(per_token))
+    decode, prefill = (_points(content.get(key), key, path) for key in ("decode", "prefill"))
+    return MeasuredTimes(decode, prefill, float(per_token))
 
 
 def _points(found: object, key: str, path: Path) -> tuple[tuple[float, float], ...]:
@@ -110,7 +112,7 @@ def _points(found: object, key: str, path: Path) -> tuple[tuple[float, float], .
     if not pairs or not all(isinstance(p, list) and len(p) == 2 and all(map(_number, p)) for p in pairs):
         raise ArgumentError(f"step times: {path}: {key}: expected a list of [amount, seconds]")
     points = tuple((float(a), float(b)) for a, b in pairs)
-    rising = all(a[0] < b[0] for a, b in zip(points, points[1:], strict=False))
+    rising = all(a[0] < b[0] for a, b in pairwise(points))
     if points[0][0] <= 0 or not rising or any(seconds <= 0 for _, seconds in points):
         raise ArgumentError(f"step times: {path}: {key}: expected rising positive amounts with positive seconds")
     return points
