@@ -1,5 +1,6 @@
-"""Size of the simulation: 1,000 replicas, 1,000,000 requests, on one core. Time and peak memory, and that a small one
-repeats to the bit.
+"""Size of the simulation: 1,000 replicas and 1,000,000 requests on one core.
+
+Time and peak memory, and that a small one repeats to the bit:
 
     python benchmarks/simulate.py --out benchmarks/results/simulate.json
 

@@ -45,9 +45,7 @@ def simulate_command(
     ] = "chat",
     rate: Annotated[
         float | None,
-        typer.Option(
-            metavar="R", help="Requests a second of the fleet, as a Poisson stream; default: the file's times."
-        ),
+        typer.Option(metavar="R", help="Requests a second, as a Poisson stream; default: the file's times."),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(metavar="N", help=f"Requests; default: {SYNTHETIC_REQUESTS}, or the whole file.")

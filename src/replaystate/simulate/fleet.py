@@ -4,8 +4,8 @@ A replica runs step after step. Each running request has T tokens in every step;
 arrival, with what the step's token budget leaves. Requests join and leave between steps.
 
 One event per step would be too many. Steps that follow each other with the same requests are one event, a *run*: it
-ends at the first step in which a request finishes, memory runs out, or one that has just arrived can join. So the number
-of events grows with the requests, not with their tokens.
+ends at the first step in which a request finishes, memory runs out, or one that has just arrived can join. So the
+number of events grows with the requests, not with their tokens.
 
 Exact: when requests arrive, how many steps each takes (drawn token by token), in which step each starts and ends, step
 times at both ends of a run. Approximated: within a run a request's tokens grow evenly, by its own mean per step, and
