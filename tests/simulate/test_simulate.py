@@ -1,9 +1,9 @@
 """The simulation: queueing formulas in the limits, a step-by-step twin, memory, and traces.
 
 How this tests, in plain words: with a constant step time a replica with c rows is a queue with c servers, so waiting
-times must be Erlang's (M/M/c) and Pollaczek and Khinchine's (M/D/1). A second simulator of twenty lines, which goes step
-by step, must give the same times as the one that takes many steps at once. hypothesis looks for a replica that holds more
-than its memory.
+times must be Erlang's (M/M/c) and Pollaczek and Khinchine's (M/D/1). A second simulator of forty lines, which goes
+step by step, must give the same times as the one that takes many steps at once. hypothesis looks for a replica that
+holds more than its memory.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def mean_wait(servers: int, outputs: list[int], rate: float, replicas: int = 1) 
 def test_a_replica_with_c_rows_is_m_m_c(servers: int, load: float) -> None:
     expected = erlang_c(servers, servers * load) / (servers * (1 - load))
     found = mean_wait(servers, geometric(MEAN, COUNT, seed=5), servers * load / MEAN)
-    assert found == pytest.approx(expected, rel=0.08, abs=1.5 / MEAN)  # the largest that was seen: see below
+    assert found == pytest.approx(expected, rel=0.08, abs=1.5 / MEAN)  # seen: 0.056, of c = 4
 
 
 def test_equal_requests_are_m_d_1() -> None:
     load = 0.7
     expected = load / (2 * (1 - load))
-    assert mean_wait(1, [MEAN] * COUNT, load / MEAN) == pytest.approx(expected, rel=0.05, abs=1.5 / MEAN)
+    assert mean_wait(1, [MEAN] * COUNT, load / MEAN) == pytest.approx(expected, rel=0.05, abs=1.5 / MEAN)  # seen: 0.012
 
 
 def test_a_fleet_without_queues_has_the_throughput_of_its_arrivals() -> None:
@@ -254,11 +254,11 @@ def test_a_prefix_is_filled_once() -> None:
 
 
 def test_routers() -> None:
-    """Requests of 100 and 1 tokens in turn: round robin of two puts all long ones on one replica."""
-    work = workload([0.1 * i for i in range(200)], [1] * 200, [100, 1] * 100)
+    """Requests of 100 and 1 tokens in turn: round robin of two puts all long ones on one replica, which is too much."""
+    work = workload([14.0 * i for i in range(200)], [1] * 200, [100, 1] * 100)
     slow, fast = (
         figures(work, fleet, simulate(work, fleet, Steady(), one_token_steps(work)), 1).latency_s["mean"]
-        for fleet in (Fleet(2, 4, 50, 1, router=name) for name in ("round-robin", "least-loaded"))
+        for fleet in (Fleet(2, 2, 50, 1, router=name) for name in ("round-robin", "least-loaded"))
     )
     assert fast < 0.8 * slow
 
@@ -374,6 +374,9 @@ def test_a_trace_file(tmp_path: Path) -> None:
     assert len(read_trace(path, requests=1)) == 1
 
 
+ONE = '{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
@@ -385,8 +388,9 @@ def test_a_trace_file(tmp_path: Path) -> None:
         ('{"prompt_tokens": 1, "output_tokens": 1}', "arrival_s"),
         ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "arrival_s"),
         ('{"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 1, "prefix_tokens": 2}', "prefix"),
-        ('{"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 1, "prefix": "a", "prefix_tokens": 4}', "prefix_tokens"),
-        ('{"arrival_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n{"arrival_s": 1, "prompt_tokens": 1, "output_tokens": 1}', ":2"),
+        ('{"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 1, "prefix": "a", "prefix_tokens": 4}', "less than"),
+        (ONE.replace("0", "2") * 2 + "{}", "jsonl:3: prompt_tokens"),
+        (ONE.replace("0", "2") + ONE, "jsonl:2: arrival_s"),
     ],
 )  # fmt: skip
 def test_lines_that_are_refused(tmp_path: Path, text: str, word: str) -> None:
@@ -396,8 +400,9 @@ def test_lines_that_are_refused(tmp_path: Path, text: str, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"decode": [[1, 1]]}', '{"decode": [[2, 1], [1, 1]], "prefill": [[1, 1]]}',
-             '{"decode": [[1, -1]], "prefill": [[1, 1]]}', '{"decode": [[1, 1]], "prefill": [[1, 1]], "per_kv_token": -1}'],
+    "text",
+    ["", "[]", "{}", '{"decode": [[1, 1]]}', '{"decode": [[2, 1], [1, 1]], "prefill": [[1, 1]]}',
+     '{"decode": [[1, -1]], "prefill": [[1, 1]]}', '{"decode": [[1, 1]], "prefill": [[1, 1]], "per_kv_token": -1}'],
 )  # fmt: skip
 def test_step_times_that_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
