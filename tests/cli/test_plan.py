@@ -5,7 +5,6 @@ The fixtures refuse any look-up or connection.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -191,4 +190,3 @@ def test_no_color_in_a_real_process(arguments: tuple[str, ...]) -> None:
     )  # fmt: skip
     assert "\x1b[3" not in done.stdout  # no colour; bold is not one
     assert done.stderr == ""
-    assert json.dumps(done.stdout)
