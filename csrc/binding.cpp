@@ -90,27 +90,102 @@ void check_distinct(const char* fn, const char* name, std::vector<int64_t>& slot
   if (twice != slots.end()) fail("SlotError", fn, name, ": slot ", *twice, " is named twice");
 }
 
+// The arguments of a step, each checked: dtypes, shapes, strides, row bounds.
+struct StepCall {
+  const char* fn;
+  Pools pools;
+  Packed tokens;
+  int64_t num_tokens;
+  Parameter decay, bias;
+  Words starts, counts, flags;
+  Records records;
+  Ints slots, bounds;
+
+  StepCall(const char* name, const Tensor& mixed_qkv, const Tensor& a, const Tensor& b, const Tensor& A_log, const Tensor& dt_bias,
+           const Tensor& state, const Tensor& u_ring, const Tensor& k_ring, const Tensor& g_ring, const Tensor& ring_start,
+           const Tensor& num_committed, const Tensor& step_records, const Tensor& status, const Tensor& out,
+           const Tensor& state_indices, const Tensor& query_start_loc, int64_t layer, int64_t executed_width, int64_t window)
+      : fn(name),
+        pools(check_pools(fn, state, u_ring, k_ring, g_ring)),
+        tokens(packed_tokens(fn, mixed_qkv, a, b, out, pools.sizes)),
+        num_tokens(mixed_qkv.size(0)),
+        decay(parameter_of(fn, "A_log", A_log, pools.sizes.HV)),
+        bias(parameter_of(fn, "dt_bias", dt_bias, pools.sizes.HV)),
+        starts(fn, "ring_start", ring_start, pools.slots),
+        counts(fn, "num_committed", num_committed, pools.slots),
+        flags(fn, "status", status, pools.slots),
+        records(fn, step_records, pools.slots),
+        slots(fn, "state_indices", state_indices),
+        bounds(fn, "query_start_loc", query_start_loc) {
+    check_window(fn, window, executed_width, pools.sizes.R);
+    if (executed_width > 0x7fff) fail("ArgumentError", fn, "executed_width: expected at most 32767, got ", executed_width);
+    if (layer < 0 || layer >= records.layers()) {
+      fail("ArgumentError", fn, "layer: expected 0..", records.layers() - 1, ", got ", layer);
+    }
+    if (bounds.size() != slots.size() + 1) fail("ShapeError", fn, "query_start_loc: expected one bound more than rows");
+    check_bounds(fn, bounds, num_tokens);
+  }
+};
+
+// The memory between the first byte of x and the last.
+std::pair<const char*, const char*> byte_range(const Tensor& x) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.size(i) == 0) return {nullptr, nullptr};
+    last += (x.size(i) - 1) * x.stride(i);
+  }
+  return {data(x), data(x) + (last + 1) * x.element_size()};
+}
+
+bool apart(const Tensor& x, const Tensor& other) {
+  const auto [begin, end] = byte_range(x);
+  const auto [other_begin, other_end] = byte_range(other);
+  return begin >= other_end || other_begin >= end;
+}
+
+bool power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
+
+// Whether nothing at all is wrong with the arguments of a step, values included. False: something may be; the caller
+// looks closer and says what.
+bool step_holds(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor state, Tensor u_ring, Tensor k_ring,
+                Tensor g_ring, Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor out,
+                Tensor state_indices, Tensor query_start_loc, int64_t layer, int64_t executed_width, int64_t window,
+                int64_t null_slot) try {
+  const StepCall call("step_holds", mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed,
+                      step_records, status, out, state_indices, query_start_loc, layer, executed_width, window);
+  if (!power_of_two(window) || !power_of_two(call.pools.sizes.R)) return false;
+  for (const Tensor* other : {&mixed_qkv, &a, &b, &A_log, &dt_bias, &state, &u_ring, &k_ring, &g_ring}) {
+    if (!apart(out, *other)) return false;
+  }
+  static thread_local std::vector<int64_t> live;
+  live.clear();
+  for (int64_t i = 0; i < call.slots.size() && int64_t(live.size()) <= call.pools.slots; ++i) {
+    const int64_t slot = call.slots[i], length = call.bounds[i + 1] - call.bounds[i];
+    if (slot >= call.pools.slots) return false;
+    if (slot < 0 || slot == null_slot) continue;
+    live.push_back(slot);
+    if (length > executed_width || (call.flags[slot] & DEAD) || call.records.at(slot, layer) != 0) return false;
+    const int32_t record = int32_t((executed_width << 16) | length);
+    for (int64_t other = 0; other < call.records.layers(); ++other) {
+      if (call.records.at(slot, other) != 0 && call.records.at(slot, other) != record) return false;
+    }
+    const int64_t start = call.starts[slot], count = call.counts[slot];
+    if (start < 0 || start >= call.pools.sizes.R || count < 0 || count > window) return false;
+  }
+  std::sort(live.begin(), live.end());
+  return std::adjacent_find(live.begin(), live.end()) == live.end();
+} catch (const std::runtime_error&) {
+  return false;
+}
+
 void replay_step(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor state, Tensor u_ring, Tensor k_ring,
                  Tensor g_ring, Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor out,
                  Tensor state_indices, Tensor query_start_loc, int64_t layer, int64_t executed_width, int64_t window,
                  int64_t null_slot, double scale) {
-  const char* fn = "replay_step";
-  const Pools pools = check_pools(fn, state, u_ring, k_ring, g_ring);
+  const StepCall call("replay_step", mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed,
+                      step_records, status, out, state_indices, query_start_loc, layer, executed_width, window);
+  const auto& [fn, pools, tokens, num_tokens, decay, bias, starts, counts, flags, records, slots, bounds] = call;
   const Sizes& z = pools.sizes;
-  check_window(fn, window, executed_width, z.R);
-  if (executed_width > 0x7fff) fail("ArgumentError", fn, "executed_width: expected at most 32767, got ", executed_width);
-  const Packed tokens = packed_tokens(fn, mixed_qkv, a, b, out, z);
-  const int64_t num_tokens = mixed_qkv.size(0);
-  const Parameter decay = parameter_of(fn, "A_log", A_log, z.HV), bias = parameter_of(fn, "dt_bias", dt_bias, z.HV);
-  const Words starts(fn, "ring_start", ring_start, pools.slots), counts(fn, "num_committed", num_committed, pools.slots);
-  const Words flags(fn, "status", status, pools.slots);
-  const Records records(fn, step_records, pools.slots);
-  if (layer < 0 || layer >= records.layers()) {
-    fail("ArgumentError", fn, "layer: expected 0..", records.layers() - 1, ", got ", layer);
-  }
-  const Ints slots(fn, "state_indices", state_indices), bounds(fn, "query_start_loc", query_start_loc);
-  if (bounds.size() != slots.size() + 1) fail("ShapeError", fn, "query_start_loc: expected one bound more than rows");
-  check_bounds(fn, bounds, num_tokens);
   static thread_local std::vector<int64_t> live;
   live.clear();
   for (int64_t i = 0; i < slots.size() && int64_t(live.size()) <= pools.slots; ++i) {
@@ -422,6 +497,10 @@ STABLE_TORCH_LIBRARY(replaystate_cpu, m) {
   m.def(
       "gated_delta_rule(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, bool has_initial, "
       "Tensor query_start_loc, Tensor(a!) out, Tensor(b!) final_state, float scale) -> ()");
+  m.def(
+      "step_holds(Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor state, Tensor u_ring, Tensor k_ring, "
+      "Tensor g_ring, Tensor ring_start, Tensor num_committed, Tensor step_records, Tensor status, Tensor out, "
+      "Tensor state_indices, Tensor query_start_loc, int layer, int executed_width, int window, int null_slot) -> bool");
   m.def("isa() -> str");
   m.def("use_isa(str name) -> bool");
   m.def("read_words(Tensor x) -> int");
@@ -429,6 +508,7 @@ STABLE_TORCH_LIBRARY(replaystate_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(replaystate_cpu, CPU, m) {
   m.impl("replay_step", TORCH_BOX(&replay_step));
+  m.impl("step_holds", TORCH_BOX(&step_holds));
   m.impl("ucache_flush", TORCH_BOX(&ucache_flush));
   m.impl("fold_slots", TORCH_BOX(&fold_slots));
   m.impl("read_state", TORCH_BOX(&read_state));

@@ -9,7 +9,8 @@
 namespace {
 
 constexpr int N = 8;
-constexpr int DOT_ROWS = 4;
+constexpr int SUMS = 8;
+constexpr int MOST_VECS = 4;
 constexpr int TILE = 2;
 
 using Vec = __m256;
@@ -51,22 +52,43 @@ inline void store_bf16(uint16_t* p, Vec v) {
 inline Vec larger(Vec a, Vec v) { return _mm256_max_ps(_mm256_andnot_ps(set1(-0.0f), v), a); }
 inline Vec clamp(Vec v, float limit) { return _mm256_min_ps(set1(limit), _mm256_max_ps(set1(-limit), v)); }
 
+inline bool any_above(Vec v, float limit) { return _mm256_movemask_ps(_mm256_cmp_ps(v, set1(limit), _CMP_GT_OQ)) != 0; }
+
 inline Vec keep(Vec v) {
   __asm__("" : "+x"(v));
   return v;
 }
 
-// Lane sums of the accumulators of each row with vectors 0 and 1.
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
+// Eight sums at once: lane i is the sum of part[i].
+inline __attribute__((always_inline)) Vec sums(const Vec (&part)[8]) {
   Vec s[4];
+#pragma GCC unroll 4
   for (int r = 0; r < 4; ++r) {
-    s[r] = _mm256_add_ps(_mm256_permute2f128_ps(acc[r][0], acc[r][1], 0x20), _mm256_permute2f128_ps(acc[r][0], acc[r][1], 0x31));
+    s[r] = _mm256_add_ps(_mm256_permute2f128_ps(part[r], part[r + 4], 0x20), _mm256_permute2f128_ps(part[r], part[r + 4], 0x31));
   }
   const Vec even = _mm256_add_ps(_mm256_unpacklo_ps(s[0], s[2]), _mm256_unpackhi_ps(s[0], s[2]));
   const Vec odd = _mm256_add_ps(_mm256_unpacklo_ps(s[1], s[3]), _mm256_unpackhi_ps(s[1], s[3]));
-  const Vec all = _mm256_add_ps(_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
-  _mm_storeu_ps(out, _mm256_castps256_ps128(all));
-  _mm_storeu_ps(out + ldo, _mm256_extractf128_ps(all, 1));
+  return _mm256_add_ps(_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
+}
+
+// out[m * ldo + r] = the sum of acc[r][m].
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void reduce(const Vec (&acc)[ROWS][VECS], float* out, int64_t ldo) {
+  static_assert(ROWS * VECS == 8);
+  Vec part[8];
+#pragma GCC unroll 8
+  for (int lane = 0; lane < 8; ++lane) part[lane] = acc[lane % ROWS][lane / ROWS];
+  const Vec all = sums(part);
+  const __m128 half[2] = {_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)};
+#pragma GCC unroll 2
+  for (int c = 0; c < 2; ++c) {
+    if constexpr (ROWS == 4) {
+      _mm_storeu_ps(out + c * ldo, half[c]);
+    } else {
+      _mm_storel_pi(reinterpret_cast<__m64*>(out + 2 * c * ldo), half[c]);
+      _mm_storeh_pi(reinterpret_cast<__m64*>(out + (2 * c + 1) * ldo), half[c]);
+    }
+  }
 }
 
 }  // namespace

@@ -9,8 +9,9 @@
 namespace {
 
 constexpr int N = 16;
-constexpr int DOT_ROWS = 8;
-constexpr int TILE = 4;
+constexpr int SUMS = 16;      // accumulators of a tile of dots()
+constexpr int MOST_VECS = 8;  // vectors of its flattest tile
+constexpr int TILE = 4;       // vectors of a tile of rank_update()
 
 using Vec = __m512;
 
@@ -40,9 +41,11 @@ inline void store_bf16(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
 }
 
-// max and min return their second operand when one is NaN.
-inline Vec larger(Vec a, Vec v) { return _mm512_max_ps(_mm512_abs_ps(v), a); }
+// range returns the number when one operand is NaN; min and max return the second.
+inline Vec larger(Vec a, Vec v) { return _mm512_range_ps(a, v, 0xb); }  // 3: the larger magnitude, 8: without its sign
 inline Vec clamp(Vec v, float limit) { return _mm512_min_ps(set1(limit), _mm512_max_ps(set1(-limit), v)); }
+
+inline bool any_above(Vec v, float limit) { return _mm512_cmp_ps_mask(v, set1(limit), _CMP_GT_OQ) != 0; }
 
 // Loaded once, kept in a register: GCC otherwise folds the load into every use, and the load ports become the limit.
 inline Vec keep(Vec v) {
@@ -58,35 +61,40 @@ inline Vec add_quarters(Vec a, Vec b) {
 }
 inline Vec add_lanes(Vec a, Vec b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 
-// Sixteen sums at once by four rounds of pairwise adds: lanes 4 c + i are the sum of part[c][i].
-inline Vec sums(const Vec (&part)[4][4]) {
+// Sixteen sums at once by four rounds of pairwise adds: lane 4 c + i is the sum of part[c][i].
+inline __attribute__((always_inline)) Vec sums(const Vec (&part)[4][4]) {
   Vec quarter[4];
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     quarter[i] = add_quarters(add_halves(part[0][i], part[1][i]), add_halves(part[2][i], part[3][i]));
   }
   return add_lanes(add_lanes(quarter[0], quarter[2]), add_lanes(quarter[1], quarter[3]));
 }
 
-inline void reduce(const Vec (&acc)[8][2], float* out, int64_t ldo) {
+// out[m * ldo + r] = the sum of acc[r][m].
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void reduce(const Vec (&acc)[ROWS][VECS], float* out, int64_t ldo) {
+  static_assert(ROWS * VECS == 16);
   Vec part[4][4];
-  for (int i = 0; i < 4; ++i) {
-    for (int x = 0; x < 2; ++x) part[2 * x][i] = acc[i][x], part[2 * x + 1][i] = acc[i + 4][x];
-  }
+#pragma GCC unroll 16
+  for (int lane = 0; lane < 16; ++lane) part[lane / 4][lane % 4] = acc[lane % ROWS][lane / ROWS];
   const Vec all = sums(part);
-  _mm256_storeu_ps(out, _mm512_castps512_ps256(all));
-  _mm256_storeu_ps(out + ldo, _mm512_extractf32x8_ps(all, 1));
-}
-
-inline void reduce(const Vec (&acc)[4][4], float* out, int64_t ldo) {
-  Vec part[4][4];
-  for (int i = 0; i < 4; ++i) {
-    for (int x = 0; x < 4; ++x) part[x][i] = acc[i][x];
+  if constexpr (ROWS == 8) {
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(all));
+    _mm256_storeu_ps(out + ldo, _mm512_extractf32x8_ps(all, 1));
+  } else {
+    const __m128 quarter[4] = {_mm512_castps512_ps128(all), _mm512_extractf32x4_ps(all, 1), _mm512_extractf32x4_ps(all, 2),
+                               _mm512_extractf32x4_ps(all, 3)};
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (ROWS == 4) {
+        _mm_storeu_ps(out + c * ldo, quarter[c]);
+      } else {
+        _mm_storel_pi(reinterpret_cast<__m64*>(out + 2 * c * ldo), quarter[c]);
+        _mm_storeh_pi(reinterpret_cast<__m64*>(out + (2 * c + 1) * ldo), quarter[c]);
+      }
+    }
   }
-  const Vec all = sums(part);
-  _mm_storeu_ps(out, _mm512_castps512_ps128(all));
-  _mm_storeu_ps(out + ldo, _mm512_extractf32x4_ps(all, 1));
-  _mm_storeu_ps(out + 2 * ldo, _mm512_extractf32x4_ps(all, 2));
-  _mm_storeu_ps(out + 3 * ldo, _mm512_extractf32x4_ps(all, 3));
 }
 
 }  // namespace

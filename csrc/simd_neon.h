@@ -9,7 +9,8 @@
 namespace {
 
 constexpr int N = 4;
-constexpr int DOT_ROWS = 4;
+constexpr int SUMS = 16;
+constexpr int MOST_VECS = 4;
 constexpr int TILE = 4;
 
 using Vec = float32x4_t;
@@ -37,11 +38,20 @@ inline void store_bf16(uint16_t* p, Vec v) {
 inline Vec larger(Vec a, Vec v) { return vmaxnmq_f32(a, vabsq_f32(v)); }                       // the number, not the NaN
 inline Vec clamp(Vec v, float limit) { return vminq_f32(set1(limit), vmaxq_f32(set1(-limit), v)); }  // NaN stays
 
+inline bool any_above(Vec v, float limit) { return vmaxvq_u32(vcgtq_f32(v, set1(limit))) != 0; }
+
 inline Vec keep(Vec v) { return v; }
 
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
-  vst1q_f32(out, vpaddq_f32(vpaddq_f32(acc[0][0], acc[1][0]), vpaddq_f32(acc[2][0], acc[3][0])));
-  vst1q_f32(out + ldo, vpaddq_f32(vpaddq_f32(acc[0][1], acc[1][1]), vpaddq_f32(acc[2][1], acc[3][1])));
+// out[m * ldo + r] = the sum of acc[r][m].
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void reduce(const Vec (&acc)[ROWS][VECS], float* out, int64_t ldo) {
+  static_assert(ROWS % 4 == 0);
+  for (int m = 0; m < VECS; ++m) {
+    for (int r = 0; r < ROWS; r += 4) {
+      const Vec low = vpaddq_f32(acc[r][m], acc[r + 1][m]), high = vpaddq_f32(acc[r + 2][m], acc[r + 3][m]);
+      vst1q_f32(out + m * ldo + r, vpaddq_f32(low, high));
+    }
+  }
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 namespace {
 
 constexpr int N = 4;         // lanes
-constexpr int DOT_ROWS = 4;  // rows of one step of dots()
-constexpr int TILE = 2;      // vectors of one step of rank_update()
+constexpr int SUMS = 8;       // accumulators of a tile of dots()
+constexpr int MOST_VECS = 2;  // vectors of its flattest tile
+constexpr int TILE = 2;       // vectors of a tile of rank_update()
 
 struct Vec {
   float x[N];
@@ -64,11 +65,20 @@ inline Vec clamp(Vec v, float limit) {
   return v;
 }
 
+inline bool any_above(Vec v, float limit) {
+  bool above = false;
+  for (int i = 0; i < N; ++i) above |= v.x[i] > limit;
+  return above;
+}
+
 inline Vec keep(Vec v) { return v; }
 
-// Lane sums of the accumulators of each row with vectors 0 and 1.
-inline void reduce(const Vec (&acc)[DOT_ROWS][2], float* out, int64_t ldo) {
-  for (int r = 0; r < DOT_ROWS; ++r) { out[r] = sum(acc[r][0]); out[ldo + r] = sum(acc[r][1]); }
+// out[m * ldo + r] = the sum of acc[r][m].
+template <int ROWS, int VECS>
+inline void reduce(const Vec (&acc)[ROWS][VECS], float* out, int64_t ldo) {
+  for (int r = 0; r < ROWS; ++r) {
+    for (int m = 0; m < VECS; ++m) out[m * ldo + r] = sum(acc[r][m]);
+  }
 }
 
 }  // namespace

@@ -50,7 +50,12 @@ def check_tensor(
     if x.dtype not in dtypes:
         allowed = " or ".join(dtype_name(dtype) for dtype in dtypes)
         raise DTypeError(f"{fn}: {name}: expected {allowed}, got {dtype_name(x.dtype)}")
-    if x.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)):
+    sizes = x.shape
+    fits = len(sizes) == len(shape)
+    if fits:
+        for expected_size, size in zip(shape, sizes, strict=True):
+            fits = fits and (size == expected_size or isinstance(expected_size, str))
+    if not fits:
         expected = ", ".join(str(n) for n in shape)
         raise ShapeError(f"{fn}: {name}: expected shape [{expected}], got {list(x.shape)}")
     if device is not None and x.device != device:
@@ -59,6 +64,8 @@ def check_tensor(
 
 def check_pool(fn: str, name: str, x: Tensor) -> None:
     """A pool of slots: the slot dim may be strided, the dims inside a slot are dense and slots do not overlap."""
+    if x.is_contiguous():
+        return
     if x.shape[0] and not x[0].is_contiguous():
         raise ShapeError(f"{fn}: {name}: expected dense slots (only dim 0 strided), got strides {list(x.stride())}")
     if x.shape[0] > 1 and x.stride(0) < x[0].numel():
@@ -69,6 +76,8 @@ def byte_range(x: Tensor) -> tuple[int, int]:
     """First byte and end of the memory that x touches; empty tensors touch none."""
     if x.numel() == 0:
         return 0, 0
+    if x.is_contiguous():
+        return x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
@@ -96,6 +105,8 @@ def _between_rows(x: Tensor, other: Tensor) -> bool:
 
 def check_rows(fn: str, name: str, x: Tensor) -> None:
     """An output: rows may be strided, each is dense and none overlaps another."""
+    if x.is_contiguous():
+        return
     if x.shape[0] and (not x[0].is_contiguous() or (x.shape[0] > 1 and x.stride(0) < x[0].numel())):
         raise ShapeError(f"{fn}: {name}: expected dense rows that do not overlap, got strides {list(x.stride())}")
 

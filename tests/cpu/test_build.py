@@ -6,6 +6,7 @@ beside it (by a .pth file: torch is not installed twice), and run with a PATH on
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -95,6 +96,11 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ran on" in done.stdout
+    verify = [str(python), "-m", "replaystate", "verify", "--json"]
+    done = subprocess.run(verify, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert "cpu" in report["backends"], report["backends"]
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,6 @@
 
 from .bytes_model import StepBytes, step_bytes
 from .report import Check, Report, environment
-from .timer import Timing, measure
+from .timer import Timing, measure, timing
 
-__all__ = ["Check", "Report", "StepBytes", "Timing", "environment", "measure", "step_bytes"]
+__all__ = ["Check", "Report", "StepBytes", "Timing", "environment", "measure", "step_bytes", "timing"]

@@ -52,10 +52,11 @@ def measure(candidates: Mapping[str, Candidate], *, repeats: int = 20, warmup: i
             took = time.perf_counter() - begin
             if number >= warmup:
                 seconds[name].append(took)
-    return {name: _timing(took) for name, took in seconds.items()}
+    return {name: timing(took) for name, took in seconds.items()}
 
 
-def _timing(seconds: list[float]) -> Timing:
+def timing(seconds: list[float]) -> Timing:
+    """Median, spread and minimum of some measurements."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return Timing(
         round(statistics.median(seconds) * 1e6, 1),

@@ -87,6 +87,45 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if dense else x.contiguous()
 
 
+def step_holds(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    step_records: Tensor,
+    status: Tensor,
+    out: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    layer: int,
+    executed_width: int,
+    window: int,
+    null_slot: int,
+) -> bool:
+    """True when nothing is wrong with the arguments of a step, values included: one look in C++ in place of many.
+
+    False says only that the checks in Python have to look closer: something is wrong, or the extension is not there, or
+    a layout is unusual.
+    """
+    if usable() is not None or not state.is_cpu:
+        return False
+    try:
+        holds: bool = _ops().step_holds(
+            mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
+            status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot,
+        )  # fmt: skip
+    except RuntimeError:  # a tensor that is not on the CPU
+        return False
+    return holds
+
+
 def replay_step(
     mixed_qkv: Tensor,
     a: Tensor,

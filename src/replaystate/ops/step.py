@@ -16,7 +16,7 @@ from ..checks import (
     check_tensor,
 )
 from ..errors import ArgumentError, ProtocolError, SlotStatus
-from ..kernels import Call, select
+from ..kernels import Call, select, step_holds
 from ..shapes import check_window, read_step_record, step_record
 from .common import check_cursors, check_rings, check_slot_words, dead_slot_error, live_slots, on_host
 
@@ -46,6 +46,42 @@ def replay_step(
     backend: str,
 ) -> None:
     """Check a step, then run it on the backend. See `replaystate.replay_step`."""
+    check_inference("replay_step", {"mixed_qkv": mixed_qkv, "a": a, "b": b})
+    arguments = (
+        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
+        status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot,
+    )  # fmt: skip
+    if not step_holds(*arguments):
+        _check_step(*arguments)
+    call = Call(
+        "replay_step", state.device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype,
+        (k_ring.shape[1], state.shape[1], state.shape[3], state.shape[2]), window, executed_width,
+    )  # fmt: skip
+    select(backend, call).replay_step(*arguments, scale)
+
+
+def _check_step(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    ring_start: Tensor,
+    num_committed: Tensor,
+    step_records: Tensor,
+    status: Tensor,
+    out: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    layer: int,
+    executed_width: int,
+    window: int,
+    null_slot: int,
+) -> None:
     fn, device = "replay_step", state.device
     H, HV, K, V = check_rings(fn, state, u_ring, k_ring, g_ring, ("u_ring", "k_ring", "g_ring"))
     pool, ring_slots = state.shape[0], k_ring.shape[2]
@@ -56,7 +92,6 @@ def replay_step(
         check_tensor(fn, name, x, [tokens, HV], FLOAT_DTYPES, device)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         check_tensor(fn, name, x, [HV], FLOAT_DTYPES, device)
-    check_inference(fn, {"mixed_qkv": mixed_qkv, "a": a, "b": b})
     check_tensor(fn, "state_indices", state_indices, ["B"], INT_DTYPES, device)
     check_tensor(fn, "query_start_loc", query_start_loc, [state_indices.shape[0] + 1], INT_DTYPES, device)
     check_slot_words(fn, pool, device, {"ring_start": ring_start, "num_committed": num_committed, "status": status})
@@ -69,25 +104,20 @@ def replay_step(
     check_no_overlap(fn, "out", out, {**inputs, "u_ring": u_ring, "k_ring": k_ring, "g_ring": g_ring})
     if on_host(state):
         _check_step_values(
-            fn, tokens, ring_start, num_committed, step_records, status, state_indices, query_start_loc, layer,
+            fn, ring_start, num_committed, step_records, status, state_indices, query_start_loc, tokens, layer,
             executed_width, window, ring_slots, null_slot,
         )  # fmt: skip
-    call = Call(fn, device.type, mixed_qkv.dtype, state.dtype, k_ring.dtype, (H, HV, K, V), window, executed_width)
-    select(backend, call).replay_step(
-        mixed_qkv, a, b, A_log, dt_bias, state, u_ring, k_ring, g_ring, ring_start, num_committed, step_records,
-        status, out, state_indices, query_start_loc, layer, executed_width, window, null_slot, scale,
-    )  # fmt: skip
 
 
 def _check_step_values(
     fn: str,
-    tokens: int,
     ring_start: Tensor,
     num_committed: Tensor,
     step_records: Tensor,
     status: Tensor,
     state_indices: Tensor,
     query_start_loc: Tensor,
+    tokens: int,
     layer: int,
     executed_width: int,
     window: int,
