@@ -49,8 +49,8 @@ class Engine:
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         replaystate.transformers.enable(self.model)
         self.model.generation_config.eos_token_id = None
-        sources = sorted(Path("src/replaystate").glob("*.py"))
-        self.ids = [self.tokenizer(path.read_text()[:2000], return_tensors="pt")["input_ids"] for path in sources]
+        texts = [path.read_text()[:2000] for path in sorted(Path("src/replaystate").glob("*.py"))]
+        self.ids = [self.tokenizer(t, return_tensors="pt")["input_ids"] for t in texts if len(t) == 2000]
 
     def run(
         self, first: int, rows: int, prompt: int, new: int, drafts: int = 0
