@@ -27,6 +27,7 @@ from replaystate.simulate import Fleet, MeasuredTimes, Workload, decode_steps, f
 
 MODEL = Path("examples/tiny_gdn/model")
 DRAFTS = 3
+REPEATS = 3
 
 
 class Clock(StoppingCriteria):
@@ -98,20 +99,24 @@ def main() -> None:
     engine.run(0, 8, 64, 20)  # warm up
     engine.run(0, 1, 64, 20, DRAFTS)
 
-    decode, prefill = [], []
-    for rows in (1, 4, 8):
-        marks = [engine.run(i, rows, 96, 64)[1] for i in range(3)]
-        decode.append((float(rows), statistics.median(s for m in marks for s in steps_of(m))))
-    for rows, prompt in ((1, 32), (1, 256), (8, 256)):
-        prefill.append(
-            (float(rows * prompt), statistics.median(engine.run(i, rows, prompt, 2)[1][0][0] for i in range(5)))
-        )
+    # Means, not medians: what is predicted are sums of times, stalls of the machine among them. Before and after.
+    before = calibrate(engine)
+    cases = ((2, 128, 80, 4), (6, 64, 120, 3), (8, 192, 48, 3), (1, 128, 100, 4))
+    totals: dict[tuple[int, ...], list[float]] = {case: [] for case in cases}
+    for _ in range(REPEATS):
+        for case in cases:
+            rows, prompt, new, waves = case
+            totals[case].append(sum(engine.run(5 * wave, rows, prompt, new)[0] for wave in range(waves)))
+    decode, prefill = (
+        [(a[0], (a[1] + b[1]) / 2) for a, b in zip(*both, strict=True)]
+        for both in zip(before, calibrate(engine), strict=True)
+    )
     plain = MeasuredTimes(tuple(decode), tuple(prefill))
     report.add("calibration, no drafts", decode=decode, prefill=prefill)
-    for rows, prompt, new, waves in ((2, 128, 80, 4), (6, 64, 120, 3), (8, 192, 48, 3), (1, 128, 100, 4)):
-        measured = sum(engine.run(5 * wave, rows, prompt, new)[0] for wave in range(waves))
+    for rows, prompt, new, waves in cases:
+        times = sorted(totals[rows, prompt, new, waves])
+        measured, tokens = statistics.median(times), rows * waves * new
         predicted = predict(plain, rows, waves, prompt, new, [1.0], seed=0)
-        tokens = rows * waves * new
         report.add(
             "waves, no drafts",
             rows=rows,
@@ -119,6 +124,7 @@ def main() -> None:
             prompt_tokens=prompt,
             output_tokens=new,
             measured_tokens_per_s=tokens / measured,
+            measured_range_tokens_per_s=[tokens / times[-1], tokens / times[0]],
             predicted_tokens_per_s=tokens / predicted,
         )
         compare(report, f"{rows} rows, prompt {prompt}, output {new}", measured, predicted)
@@ -130,17 +136,31 @@ def main() -> None:
     drafting = MeasuredTimes(((1.0, statistics.mean(s for m in runs for s in steps_of(m))),), tuple(prefill))
     report.add("calibration, drafts", accepted=accepted, step_s=drafting.decode[0][1], prompts=half)
     others = range(half, len(engine.ids))
-    measured = sum(engine.run(i, 1, 120, 120, DRAFTS)[0] for i in others)
+    times = sorted(sum(engine.run(i, 1, 120, 120, DRAFTS)[0] for i in others) for _ in range(REPEATS))
+    measured = statistics.median(times)
     draws = sorted(predict(drafting, 1, len(others), 120, 120, accepted, seed) for seed in range(21))
     report.add(
         "queue of single requests with drafts, other prompts",
         requests=len(others),
         measured_tokens_per_s=120 * len(others) / measured,
+        measured_range_tokens_per_s=[120 * len(others) / times[-1], 120 * len(others) / times[0]],
         predicted_tokens_per_s=120 * len(others) / draws[10],
         predicted_range_tokens_per_s=[120 * len(others) / draws[-1], 120 * len(others) / draws[0]],
     )
     compare(report, "drafts, other prompts", measured, draws[10])
     report.write(options.out)
+
+
+def calibrate(engine: Engine) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(rows, mean seconds of a step) and (prompt tokens, mean seconds), three runs each."""
+    decode, prefill = [], []
+    for rows in (1, 4, 8):
+        marks = [engine.run(i, rows, 96, 64)[1] for i in range(3)]
+        decode.append((float(rows), statistics.mean(s for m in marks for s in steps_of(m))))
+    for rows, prompt in ((1, 32), (1, 256), (8, 256)):
+        firsts = [engine.run(i, rows, prompt, 2)[1][0][0] for i in range(3)]
+        prefill.append((float(rows * prompt), statistics.mean(firsts)))
+    return decode, prefill
 
 
 def compare(report: Report, name: str, measured: float, predicted: float) -> None:
