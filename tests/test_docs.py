@@ -40,7 +40,12 @@ pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 # A module that needs an extra, and the package to look for.
-EXTRAS = {"replaystate.transformers": "transformers", "replaystate.vllm": "vllm", "replaystate.cli": "typer"}
+EXTRAS = {
+    "replaystate.transformers": "transformers",
+    "replaystate.vllm": "vllm",
+    "replaystate.cli": "typer",
+    "replaystate.simulate": "simpy",
+}
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run\b:?(?P<reason>.*?)-->")

@@ -1,4 +1,4 @@
-"""The commands: their options, and what they print. Those of `replaystate bench` are in `bench`."""
+"""The commands: their options, and what they print. The larger ones have modules of their own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from .common import Json, errors_as_exit_codes
 from .exits import Exit
 from .generation import Request, generate
 from .models import one_line
+from .plan import plan_command
+from .simulate import simulate_command
 
 app = typer.Typer(
     name="replaystate",
@@ -189,3 +191,7 @@ def verify_command(
         raise typer.Exit(Exit.ENVIRONMENT)
     if not report.ok:
         raise typer.Exit(Exit.FAILED)
+
+
+app.command("plan", short_help="Say what a model takes on a device, and whether replay pays.")(plan_command)
+app.command("simulate", short_help="Simulate a fleet that serves a model, with replay and without.")(simulate_command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -255,6 +256,17 @@ def _table(title: str | None = None) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
+
+
+def print_rows(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of text: the first column to the left where it has no name, the others to the right; a line after it."""
+    table = _table()
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(*row)
+    _print_table(console, table)
+    console.print()
 
 
 VERIFY_LEGEND = (
