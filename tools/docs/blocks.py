@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from replaystate import backends
 from replaystate.bench import page, read_results
+from replaystate.errors import ArgumentError
 from replaystate.kernels import Call, registry
 from replaystate.kernels.cuda import launch
 
@@ -133,8 +135,15 @@ def result_files() -> dict[Path, dict[str, Any]]:
 
 
 def charts() -> str:
-    """The page of `replaystate bench report` for all of them, a file of its own on the site (`CHARTS`)."""
-    return page([read_results(path) for path in result_files()])
+    """The page of `replaystate bench report`, a file of its own on the site (`CHARTS`).
+
+    Times of kernels are drawn. Results of another kind, such as a simulation's, stand in the tables only.
+    """
+    times = []
+    for path in result_files():
+        with suppress(ArgumentError):
+            times.append(read_results(path))
+    return page(times)
 
 
 def measurements() -> str:
