@@ -13,10 +13,10 @@ FAR_FROM_FLOOR = 0.5
 """Share of the copy bandwidth below which a large batch is listed among the weak cases."""
 
 NOTE = (
-    "<p>Their time over ours. <em>recurrence</em> is plain torch without replay, op by op: its bars show what plain "
-    "torch costs. What replay itself saves is the distance of the two floors above.</p>"
+    " <em>recurrence</em> is plain torch without replay, op by op: its bars show what plain torch costs. What replay "
+    "itself saves is the distance of the two floors above."
 )
-"""What a reader must know about the bars."""
+"""What a reader must know about bars of the recurrence."""
 
 BARS = 14
 """Bars of one figure."""
@@ -65,7 +65,8 @@ def _section(file: ResultFile, index: int) -> str:
         _rest(file),
     ]
     if ratios:
-        parts += ["<h3>Speed-ups</h3>", NOTE, _grid(_speed_up_figures(ratios))]
+        note = NOTE if any(ratio.group.endswith("against recurrence") for ratio in ratios) else ""
+        parts += [f"<h3>Speed-ups</h3><p>Their time over ours.{note}</p>", _grid(_speed_up_figures(ratios))]
     if folds:
         parts += [
             "<h3>What folding costs</h3><p>A step in which every row folds its window into the checkpoint, and the "
