@@ -2,7 +2,7 @@
 
 Time and peak memory, and that a small one repeats to the bit:
 
-    python benchmarks/simulate.py --out benchmarks/results/simulate.json
+    python benchmarks/simulate.py --out benchmarks/results/simulate/size.json
 
 One thread; nothing is simulated in parallel. The target is 10 minutes.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second and replica")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulate.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulate/size.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("simulate")

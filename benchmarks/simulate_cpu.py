@@ -1,6 +1,6 @@
 """The simulation against the CPU engine: predicted and measured time of requests that were not used to calibrate it.
 
-    python benchmarks/simulate_cpu.py --out benchmarks/results/simulate_cpu.json
+    python benchmarks/simulate_cpu.py --out benchmarks/results/simulate/cpu.json
 
 The engine is `replaystate.transformers` on examples/tiny_gdn, one thread. Step times are measured at some batches and
 prompt lengths; the simulation, fed with them, then predicts waves of requests at other batches and lengths, and a queue
@@ -92,7 +92,7 @@ def predict(
 def main() -> None:
     """Calibrate, predict, measure, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulate_cpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulate/cpu.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     engine, report = Engine(), Report("simulate_cpu")

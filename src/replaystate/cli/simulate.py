@@ -151,6 +151,8 @@ def simulate_command(
 def _workload(sim: Any, trace: str, rate: float | None, requests: int | None, seed: int) -> Any:
     if requests is not None and requests < 1:
         raise ArgumentError(f"simulate: requests: expected at least 1, got {requests}")
+    if not 0 <= seed < 2**62:
+        raise ArgumentError(f"simulate: seed: expected a number from 0 to 2**62 - 1, got {seed}")
     if trace in sim.TRACES:
         if rate is None:
             raise ArgumentError(f"simulate: rate: expected requests a second with the made-up trace {trace!r}")

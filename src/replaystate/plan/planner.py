@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..shapes import is_power_of_two, require_int
+from ..errors import ArgumentError
+from ..shapes import require_int
 from .cost import StepCost
 from .memory import RequestBytes, max_requests, request_bytes, request_memory_bytes, weight_bytes
 from .setting import Setting
@@ -217,12 +218,14 @@ def sides(setting: Setting, rows: int | None = None) -> tuple[Side, Side]:
 
 
 def window_choices(setting: Setting) -> tuple[WindowChoice, ...]:
-    """Every window that can hold a step of this width."""
-    return tuple(
-        _choice(replace(setting, window=window))
-        for window in WINDOWS
-        if window >= setting.tokens and is_power_of_two(window)
-    )
+    """Every window that can hold a step of this width.
+
+    Raises:
+        ArgumentError: none can.
+    """
+    if setting.tokens > max(WINDOWS):
+        raise ArgumentError(f"plan: drafts: expected at most {max(WINDOWS) - 1}, got {setting.drafts}")
+    return tuple(_choice(replace(setting, window=window)) for window in WINDOWS if window >= setting.tokens)
 
 
 def best_window(setting: Setting) -> int:
