@@ -3,10 +3,10 @@ r"""Throughput of vLLM on the CPU, its own GDN path against replaystate's plugin
     OMP_NUM_THREADS=1 PYTHONPATH=src:. .venv-vllm/bin/python benchmarks/vllm_engine.py \
         --out benchmarks/results/vllm_engine.json
 
-Needs `make venv-vllm`. The model is random: what it says means nothing, and its MTP head predicts the last token again,
-so drafts are accepted as often as it repeats itself. Compare the time of a step as well as tokens per second:
-acceptance depends on the model, time of a step does not. Each case is an engine of its own; `--case` runs some of them
-and keeps the others of an existing file.
+Needs `make venv-vllm`. The model is random, with the GDN heads of Qwen3.5-4B in fewer and narrower layers: what it says
+means nothing, and its MTP head predicts the last token again, so drafts are accepted as often as it repeats itself.
+Compare the time of a step as well as tokens per second: acceptance depends on the model, time of a step does not. Each
+case is an engine of its own; `--case` runs some of them and keeps the others of an existing file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.vllm.conftest import ROOT, plugin_environment
 DRAFTS, REQUESTS, PROMPT, TOKENS, REPEATS = 3, 8, 32, 96, 5
 SIZES = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
 }  # fmt: skip
@@ -40,6 +40,10 @@ CASES = {
     "replaystate, 3 drafts": {
         "speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS},
         "additional_config": {"replaystate": {}},
+    },
+    "replaystate, 3 drafts, float16 states": {
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS},
+        "additional_config": {"replaystate": {"state_dtype": "float16"}},
     },
 }
 
@@ -112,7 +116,7 @@ def main() -> None:
             job = folder / "job.json"
             engine = {
                 "model": str(folder / "model"), "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512,
-                "max_num_seqs": REQUESTS, "enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 30,
+                "max_num_seqs": REQUESTS, "enable_prefix_caching": False, "kv_cache_memory_bytes": 2 << 30,
                 "disable_log_stats": False, "distributed_executor_backend": "uni",
             }  # fmt: skip
             job.write_text(json.dumps(engine | CASES[case]))

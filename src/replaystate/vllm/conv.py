@@ -21,20 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """Where the inputs of each token lie, in the rows' earlier inputs followed by the step's own.
+    """Where the inputs of each token lie, in what the rows' slots hold followed by the step's own inputs.
 
     | tensor | shape | meaning |
     |---|---|---|
     | slots | [B] | slot of each row |
     | fresh | [B] | rows that start from nothing: what their slot holds is not read |
-    | earlier | [B, w - 1] | columns of the slot with the inputs before the row |
     | taps | [w, N] | for each token and tap, its input |
-    | kept | [B, columns] | for each column of the slot, the input that it holds next |
+    | kept | [B * columns] | for each column of each slot, the input that it holds next |
     """
 
     slots: Tensor
     fresh: Tensor
-    earlier: Tensor
     taps: Tensor
     kept: Tensor
 
@@ -69,13 +67,14 @@ def plan(
 
     def source(row: Tensor, at: Tensor) -> Tensor:
         """Index of the input `at` (0 is the row's first token, -1 the one before it) of a row."""
-        return torch.where(at < 0, row * before + before + at, rows * before + start[row] + at)
+        held = row * columns + first_column[row] + before + at
+        return torch.where(at < 0, held, rows * columns + start[row] + at)
 
     taps = source(row, position + torch.arange(-before, 1, device=device)[:, None])
     first_kept = torch.where(long, lengths - before, 1 - before)
     at = first_kept[:, None] + torch.arange(columns, device=device)
     kept = source(torch.arange(rows, device=device)[:, None], torch.minimum(at, lengths[:, None] - 1))
-    return ConvPlan(slots, fresh, first_column[:, None] + torch.arange(before, device=device), taps, kept)
+    return ConvPlan(slots, fresh, taps, kept.flatten())
 
 
 def causal_conv1d(
@@ -92,15 +91,15 @@ def causal_conv1d(
     | weight | [dim, w] | float | in | |
     | returns | [N, dim] | as x | out | |
     """
-    earlier = slots[plan.slots[:, None], plan.earlier].masked_fill_(plan.fresh[:, None, None], 0)
-    inputs = torch.cat([earlier.flatten(0, 1).to(x.dtype), x])
-    taps = weight.float()
-    y = inputs[plan.taps[0]].float() * taps[:, 0]
-    for j in range(1, taps.shape[1]):
-        y.addcmul_(inputs[plan.taps[j]].float(), taps[:, j])
+    held = slots.index_select(0, plan.slots).masked_fill_(plan.fresh[:, None, None], 0)
+    inputs = torch.cat([held.flatten(0, 1).to(x.dtype), x])
+    taps = weight.t().contiguous().float()
+    y = inputs.index_select(0, plan.taps[0]).float() * taps[0]
+    for j in range(1, len(taps)):
+        y.addcmul_(inputs.index_select(0, plan.taps[j]).float(), taps[j])
     if bias is not None:
         y += bias.float()
     if activation is not None:
         y = F.silu(y, inplace=True)
-    slots[plan.slots] = inputs[plan.kept].to(slots.dtype)
+    slots.index_copy_(0, plan.slots, inputs.index_select(0, plan.kept).to(slots.dtype).view_as(held))
     return y.to(x.dtype)
