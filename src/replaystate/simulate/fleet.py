@@ -118,7 +118,7 @@ def simulate(workload: Workload, fleet: Fleet, times: StepTimes, steps: array[in
         times: seconds of a step.
         steps: decode steps of each request after its first token, see `decode_steps`.
 
-    Cost: some ten microseconds of one core for each request, see benchmarks/results. The same arguments give the same
+    Cost: about 0.1 ms of one core for each request, see benchmarks/results/simulate. The same arguments give the same
     bits.
     """
     count = len(workload)
