@@ -31,6 +31,8 @@ EDITABLE := $(INSTALL) --no-build-isolation -e
 # The same run every time: fixed hashes, one torch thread per test process. hypothesis is made deterministic in
 # tests/conftest.py.
 TEST_ENV := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# mkdocs-material prints a notice about its successor on every run; docs/decisions/0050 is our answer to it.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 TEST_FLAGS := -n $(JOBS) $(if $(COV),--cov --cov-report=term-missing)
 
 .DEFAULT_GOAL := help
@@ -40,7 +42,7 @@ TEST_FLAGS := -n $(JOBS) $(if $(COV),--cov --cov-report=term-missing)
 # The Python of `make test-gpu`: one whose torch sees a GPU, with cuda-core, pytest and hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-gpu test-hf-range extension wheel test-asan bench-cpu test-vllm venv-vllm lint types imports docs-check format clean distclean FORCE
+.PHONY: help demo test test-gpu test-hf-range extension wheel test-asan bench-cpu test-vllm venv-vllm lint types imports docs-check docs docs-serve format clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
@@ -89,14 +91,20 @@ imports: $(STAMPS)/dev ## import-linter: layers, and who may import what
 	$(BIN)/lint-imports
 
 docs-check: $(STAMPS)/dev ## run the examples in README, docs and docstrings
-	$(TEST_ENV) $(BIN)/python -m pytest -m docs tests/test_docs.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m docs tests/test_docs.py tests/test_site.py $(ARGS)
+
+docs: $(STAMPS)/dev ## build the documentation into site/; a warning is an error
+	$(MKDOCS) build --quiet
+
+docs-serve: $(STAMPS)/dev ## show the documentation on port 8000 and rebuild it after every edit
+	$(MKDOCS) serve
 
 format: $(STAMPS)/dev ## apply ruff's format and safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove caches and build output, keep the virtual environments
-	rm -rf build dist src/*.egg-info src/replaystate/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov coverage.xml
+	rm -rf build dist site src/*.egg-info src/replaystate/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov coverage.xml
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the virtual environments too

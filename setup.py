@@ -4,7 +4,8 @@ Everything else about the package is in pyproject.toml. The extension uses torch
 Python, so one build serves every Python and every later torch: the wheel's tag is py3-none-<platform>.
 
 `REPLAYSTATE_EXTENSION` decides: "auto" (the default) as above, "require" fails the build where the extension cannot be
-built (release wheels) and brings torch into an isolated build, "skip" never builds it. `REPLAYSTATE_SANITIZE=address,undefined` makes a sanitizer build.
+built (release wheels) and brings torch into an isolated build, "skip" never builds it.
+`REPLAYSTATE_SANITIZE=address,undefined` makes a sanitizer build.
 """
 
 import importlib.util

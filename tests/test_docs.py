@@ -1,13 +1,17 @@
 """The documentation is true: its examples run, its commands and links exist.
 
-How this tests, in plain words: every ```python block of README.md, CONTRIBUTING.md and docs/ is executed, the
-blocks of one file in order and in one namespace, from the repository root. A block that cannot run here is
-skipped by a comment on the line above its fence, which must give the reason:
+How this tests, in plain words: every page is found by itself: README.md, CONTRIBUTING.md and the others beside
+them, all of docs/ and examples/. Its ```python blocks are executed in order and in one namespace, from the
+repository root. Its shell blocks (```console and ```sh) are executed too: commands of `replaystate` and `python`,
+each of which must exit with 0. A block that cannot run here is skipped by a comment on the line above its fence,
+which says what it needs; the site shows it to the reader:
 
     <!-- no-run: needs a GPU -->
+    <!-- no-run: needs a cluster -->
 
-Every `make` target that a shell block names must be in the Makefile, every relative link must lead to a file,
-and the doctests of every public module of the package must pass.
+tests/gpu runs the blocks that need a GPU. Every fence names its language. Every `make` target that a shell block names
+must be in the Makefile, every relative link must lead to a file, and the doctests of every public module of the package
+must pass.
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -32,12 +40,20 @@ pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 # A module that needs an extra, and the package to look for.
-EXTRAS = {"replaystate.transformers": "transformers", "replaystate.vllm": "vllm", "replaystate.cli": "typer"}
+EXTRAS = {
+    "replaystate.transformers": "transformers",
+    "replaystate.vllm": "vllm",
+    "replaystate.cli": "typer",
+    "replaystate.simulate": "simpy",
+}
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run\b:?(?P<reason>.*?)-->")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 SHELL = ("console", "bash", "sh", "shell")
+PROSE = ("text", "math", "json", "toml", "yaml", "diff", "md", "http")
+"""Languages of blocks that are read, not run."""
+NEEDS_GPU = "needs a GPU"
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,24 @@ def read_blocks(text: str) -> Iterator[Block]:
         number = last + 1
 
 
+def commands(block: Block) -> list[str]:
+    """The command lines of a shell block; where some begin with a prompt, the others are output."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if any(line.lstrip().startswith("$ ") for line in lines):
+        lines = [line.lstrip()[2:] for line in lines if line.lstrip().startswith("$ ")]
+    words = [(shlex.split(line, comments=True), line.strip()) for line in lines]
+    return [line for found, line in words if found]
+
+
+def run_python_blocks(page: Path, *, reasons: tuple[str, ...] = ()) -> None:
+    """Execute the python blocks of a page in one namespace, also those that are marked with one of the reasons."""
+    namespace: dict[str, Any] = {"__name__": f"docs:{name_of(page)}"}
+    for block in read_blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python" and (block.no_run is None or block.no_run in reasons):
+            # The empty lines in front give a traceback the line numbers of the page.
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -105,15 +139,32 @@ def make_targets() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    namespace: dict[str, Any] = {"__name__": f"docs:{name_of(page)}"}
+    run_python_blocks(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_shell_blocks_run(page: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     for block in read_blocks(page.read_text(encoding="utf-8")):
-        if block.language != "python":
+        if block.language not in SHELL or block.no_run is not None:
             continue
+        for line in commands(block):
+            program, *arguments = shlex.split(line, comments=True)
+            if program == "make":  # its targets are other steps of CI: see the next test
+                continue
+            start = {"replaystate": [sys.executable, "-m", "replaystate"], "python": [sys.executable]}.get(program)
+            assert start is not None, f"{name_of(page)}:{block.line}: {program}: say above the block what it needs"
+            done = subprocess.run([*start, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{name_of(page)}:{block.line}: {line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_say_what_they_are_and_why_they_do_not_run(page: Path) -> None:
+    for block in read_blocks(page.read_text(encoding="utf-8")):
+        where = f"{name_of(page)}:{block.line}"
+        assert block.language in ("python", *SHELL, *PROSE), f"{where}: the fence names no known language"
         if block.no_run is not None:
-            assert block.no_run, f"{name_of(page)}:{block.line}: no-run needs a reason"
-            continue
-        # The empty lines in front give a traceback the line numbers of the page.
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+            assert re.match(r"needs \w", block.no_run), f"{where}: no-run: say what the block needs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -141,8 +141,9 @@ are made available under the same licence. The model may write out pieces of wha
 
 ## Reproduce
 
-```
-python examples/tiny_gdn/train.py --steps {r.steps} --threads {r.threads} --seed {r.seed}
+<!-- no-run: needs half an hour -->
+```console
+$ python examples/tiny_gdn/train.py --steps {r.steps} --threads {r.threads} --seed {r.seed}
 ```
 
 The same versions on the same kind of CPU write the same bytes of weights.

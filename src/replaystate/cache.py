@@ -149,8 +149,7 @@ class ReplayCache:
         | ring_start, num_committed | [num_slots] | int32 | cursors, owned by the engine, updated by `commit` |
 
         Raises:
-            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other, naming the
-            numbers.
+            ArgumentError, ShapeError, DTypeError: tensors that do not fit shape, window or each other.
         """
         fn = "ReplayCache.from_tensors"
         _check_shape(fn, shape)
@@ -226,6 +225,10 @@ class ReplayCache:
 
         Returns:
             How many kernels were compiled now (0 when all were on disk or loaded).
+
+        Raises:
+            DTypeError: an io dtype outside float32, float16 and bfloat16.
+            ArgumentError: an executed width outside 1..max_query_len.
         """
         for dtype in io_dtypes:
             if dtype not in FLOAT_DTYPES:
@@ -284,7 +287,11 @@ class ReplayCache:
         heapq.heappush(self._free, slot)
 
     def reset(self, slots: Indices) -> None:
-        """Start the slots from scratch: checkpoint zero in all layers, cursors 0, status 0, no step pending."""
+        """Start the slots from scratch: checkpoint zero in all layers, cursors 0, status 0, no step pending.
+
+        Ring rows are left as they are; nothing outside a window is ever read. Writes HV V K elements a slot and layer.
+        No host sync on the `cuda` backend.
+        """
         where = self._slots("reset", "slots", slots, distinct=False)
         if self._upkeep is not None:
             self._upkeep.reset(self, where)
@@ -300,7 +307,10 @@ class ReplayCache:
             self.audit.forget(where.tolist())
 
     def invalidate(self, slots: Indices) -> None:
-        """Mark slots dead, e.g. when weights changed under live windows. Folds nothing; `reset` or `load` revives."""
+        """Mark slots dead, e.g. when weights changed under live windows. Folds nothing; `reset` or `load` revives.
+
+        Writes one word of `status` a slot. No host sync on the `cuda` backend.
+        """
         where = self._slots("invalidate", "slots", slots, distinct=False)
         if self._upkeep is not None:
             self._upkeep.invalidate(self, where)
@@ -334,10 +344,15 @@ class ReplayCache:
     # --- states ----------------------------------------------------------------------------------------------------
 
     def state(self, layer: int, slots: Indices) -> Tensor:
-        """The current states S_P of a layer, float32 [n, HV, V, K]; a fresh tensor.
+        """The current states of a layer, float32 [n, HV, V, K]; a fresh tensor.
+
+        S_P = e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T, in float32, not rounded to the state dtype.
 
         Raises:
             ProtocolError, DeadSlotError: (host values) a step of this layer is pending, or the slot is dead.
+
+        Notes:
+            Reads a checkpoint and P ring rows a slot; changes nothing. No host sync on the `cuda` backend.
         """
         layer = self._layer("state", layer)
         where = self._slots("state", "slots", slots, distinct=False)
@@ -359,6 +374,11 @@ class ReplayCache:
         Raises:
             ProtocolError: (host values) a window is not empty, or a step of this layer is pending.
             DeadSlotError: (host values) a dead slot.
+            ShapeError, DTypeError: a state that does not fit.
+
+        Notes:
+            One write of HV V K elements a slot. No host sync on the `cuda` backend, where a live window is left alone
+            and flagged instead.
         """
         fn = "load_state"
         layer = self._layer(fn, layer)
@@ -389,10 +409,18 @@ class ReplayCache:
             self.audit.forget(where.tolist(), layer)
 
     def flush(self, slots: Indices) -> None:
-        """Fold the whole window of the slots now, in all layers: ring_start += P (mod R), P = 0.
+        """Fold the whole window of the slots now, in all layers.
+
+        S_0 <- e^{G_P} S_0 + sum_{j < P} e^{G_P - G_j} u_j k^_j^T, then ring_start += P (mod R), P = 0.
 
         Raises:
             ProtocolError, DeadSlotError: (host values) a step is pending, or the slot is dead.
+
+        Notes:
+            One read and one write of HV V K elements a slot and layer, plus P ring rows; slots without a window cost
+            nothing. Writes checkpoints, cursors and status. No host sync on the `cuda` backend.
+
+        Source: contract section 3.
         """
         where = self._slots("flush", "slots", slots)
         if self.audit is not None:
@@ -419,8 +447,7 @@ class ReplayCache:
         | num_accepted | [B] or one int for all | leading rows kept, 0..row length; with 0 a fold stays a fold |
 
         Raises:
-            ProtocolError: (host values) no step to commit, a layer that did not step, or accepted outside 0..row
-            length.
+            ProtocolError: (host values) no step to commit, a layer without a step, or accepted outside 0..row length.
             SlotError: (host values) a slot past the pool or named twice.
             DeadSlotError: (host values) a dead slot.
 
@@ -451,6 +478,10 @@ class ReplayCache:
         Raises:
             ArgumentError: (host values) a negative count, or more than the window holds.
             ProtocolError, DeadSlotError: (host values) a step is pending, or the slot is dead.
+
+        Notes:
+            Costs one word a slot: no state moves. No host sync on the `cuda` backend, where a count outside the window
+            is clamped and flagged instead.
         """
         fn = "crop"
         where = self._slots(fn, "slots", slots)
@@ -494,13 +525,20 @@ class ReplayCache:
         This is how a prefix cache gets the state at a block boundary that lies inside the window.
 
         Args:
-            src_slots, dst_slots: n slots each; src == dst only with the whole window.
+            src_slots: n slots to read.
+            dst_slots: n slots to write; one may be its own src, with the whole window only.
             count: C, 0..num_committed of src; 0 copies the checkpoint bit for bit. One int for all rows, or one each.
 
         Raises:
             ArgumentError: (host values) count outside the window, or part of it with src == dst.
             SlotError: (host values) a dst named twice, or a dst that another row reads.
             ProtocolError, DeadSlotError: (host values) a step of src is pending, or src is dead.
+
+        Notes:
+            One read and one write of HV V K elements a row and layer, plus `count` ring rows. On the `cuda` backend
+            one launch for all layers and no host sync; a bad count is skipped and flagged instead.
+
+        Source: contract sections 3 and 7.
         """
         fn = "materialize"
         src = as_index_tensor(fn, "src_slots", src_slots, self.device)
@@ -528,6 +566,9 @@ class ReplayCache:
         Raises:
             SlotError: (host values) a dst named twice, or a slot past the pool.
             ProtocolError, DeadSlotError: (host values) a step of src is pending, or src is dead.
+
+        Notes:
+            Copies checkpoints and whole rings: HV V K + R (H K + HV V) elements and R HV float32 a slot and layer.
         """
         fn = "fork"
         sources = self._slots(fn, "src", src, distinct=False)
@@ -562,7 +603,11 @@ class ReplayCache:
         and a format version. See `replaystate.export` for the table.
 
         Raises:
-            ProtocolError, DeadSlotError: a step is pending, or the slot is dead. SlotError: not a real slot.
+            ProtocolError, DeadSlotError: a step is pending, or the slot is dead.
+            SlotError: not a real slot.
+
+        Notes:
+            Copies a checkpoint and P ring rows a layer to the host, and waits for the device. Changes nothing.
         """
         self._need_host("export")
         slot = self._one_slot("export", slot)
@@ -573,9 +618,11 @@ class ReplayCache:
         """Continue in `slot` from what `export` gave; what was in the slot, dead or alive, is overwritten.
 
         Raises:
-            FormatError: another format version, shape, number of layers, window or dtype, or a damaged dict; nothing
-            changed.
+            FormatError: another format version, shape, number of layers, window or dtype, or a damaged dict.
             SlotError: not a real slot.
+
+        Notes:
+            Everything is checked first: after an error nothing has changed.
         """
         self._need_host("load")
         slot = self._one_slot("load", slot)

@@ -33,9 +33,15 @@ PACKAGES = (
     "vllm",
     "typer",
     "rich",
+    "simpy",
 )
 
-EXTRAS = {"hf": ("transformers", "safetensors"), "cli": ("typer", "rich"), "cuda": ("cuda-core", "cuda-bindings")}
+EXTRAS = {
+    "hf": ("transformers", "safetensors"),
+    "cli": ("typer", "rich"),
+    "cuda": ("cuda-core", "cuda-bindings"),
+    "simulate": ("simpy",),
+}
 """The packages of each extra that a user may want."""
 
 VARIABLES = (

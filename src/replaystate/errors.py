@@ -97,6 +97,7 @@ STATUS_CAUSES: dict[SlotStatus, str] = {
     SlotStatus.BAD_COUNT: "a count was outside the window: a crop was clamped, a materialize skipped",
     SlotStatus.WINDOW_NOT_EMPTY: "a checkpoint load over a live window was skipped: flush or reset first",
 }
+"""What each bit means, in the words of `explain_status`."""
 
 
 def explain_status(bits: int) -> str:

@@ -63,7 +63,8 @@ def gated_delta_rule_mtp_ucache_flush(
     | output | [B, T, HV, V] | float | out | y; padding rows untouched |
 
     Args:
-        softplus_beta, softplus_threshold: only 1.0 and 20.0 (the softplus used is exact on both sides of it).
+        softplus_beta: only 1.0.
+        softplus_threshold: only 20.0 (the softplus used is exact on both sides of it).
         use_qk_l2norm_in_kernel: only True.
         scale: of q; None: K^-1/2.
         output: None: a fresh tensor in q's dtype, padding rows zero.
@@ -79,10 +80,11 @@ def gated_delta_rule_mtp_ucache_flush(
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument that is missing or does not fit; (host values) cursors out of
-            range. SlotError: (host values) a slot past the pool or named twice.
+            range.
+        SlotError: (host values) a slot past the pool or named twice.
 
     Notes:
-        Cost as `replay_step`. A row's bits do not depend on the other rows.
+        Cost as `replay_step`. A row's bits do not depend on the other rows. No host sync on the `cuda` backend.
 
     Source: contract section 6. The window is R/2 rows, as upstream (16 of 32).
 
@@ -180,8 +182,8 @@ def gdn_prefix_materialize(
         state.
 
     Raises:
-        ShapeError, DTypeError, ArgumentError: tensors that do not fit. SlotError: (host values) a slot past the
-        pool, a dst named twice, or a dst that is another row's src.
+        ShapeError, DTypeError, ArgumentError: tensors that do not fit.
+        SlotError: (host values) a slot past the pool, a dst named twice, or a dst that is another row's src.
 
     Notes:
         Cost: one read and one write of HV V K elements a row, plus `count` ring rows. No host sync is needed.
@@ -242,12 +244,19 @@ def convert_g_ring(g: Tensor, ring_start: Tensor, num_committed: Tensor, *, to: 
 
     Args:
         g: [pool, HV, R] float32, holding the other layout.
-        ring_start, num_committed: [pool] int32 cursors.
+        ring_start: [pool] int32.
+        num_committed: [pool] int32.
         to: "per_token" or "cumulative".
 
     Raises:
         ArgumentError: another `to`, or (host values) a ring that cannot be undone.
         ShapeError, DTypeError: tensors that do not fit.
+
+    Notes:
+        One read and one write of the g ring, 4 bytes a slot, value head and ring row; nothing given is changed. Plain
+        torch ops, no host sync on a device.
+
+    Source: contract sections 3 and 5.
 
     >>> g = torch.tensor([[[-1.0, -2.0, -4.0, 9.0]]])
     >>> convert_g_ring(g, torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), to="cumulative")

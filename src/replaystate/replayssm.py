@@ -289,9 +289,36 @@ def run_gdn_replayssm(
     Notes:
         Ragged rows are padded with a = -inf and q = k = v = b = 0, which cannot move the state. Nothing but the kernel
         writes to the pools. No host sync on a device. With rows but no tokens at all, a kernel call is still made where
-        a row may have to fold.
+        a row may have to fold. Cost as `replay_step`, plus
+        the packing of ragged rows where the kernel is not our device kernel.
 
     Source: contract section 5.
+
+    >>> H, HV, K, V, pool, tokens = 1, 2, 8, 8, 4, 3
+    >>> rings = torch.zeros(pool, HV, 32, V), torch.zeros(pool, H, 32, K), torch.zeros(pool, HV, 32)
+    >>> cursors = torch.zeros(2, pool, dtype=torch.int32)
+    >>> y = run_gdn_replayssm(
+    ...     kernel=load_gdn_replayssm_kernel("replaystate"),
+    ...     executed_width=2,
+    ...     mixed_qkv=torch.randn(tokens, 2 * H * K + HV * V),
+    ...     a=torch.randn(tokens, HV),
+    ...     b=torch.randn(tokens, HV),
+    ...     A_log=torch.zeros(HV),
+    ...     dt_bias=torch.zeros(HV),
+    ...     checkpoint_state=torch.zeros(pool, HV, V, K),
+    ...     replayssm_cache=rings,
+    ...     ring_start=cursors[0],
+    ...     num_committed=cursors[1],
+    ...     query_start_loc=torch.tensor([0, 2, 3], dtype=torch.int32),
+    ...     state_indices=torch.tensor([3, 1], dtype=torch.int32),
+    ...     output_indices=torch.tensor([0, 1, 2]),  # lane 3 is the padding of the second row
+    ...     num_k_heads=H,
+    ...     num_v_heads=HV,
+    ...     head_k_dim=K,
+    ...     head_v_dim=V,
+    ... )
+    >>> y.shape
+    torch.Size([3, 2, 8])
     """
     fn = "run_gdn_replayssm"
     shape = GDNShape(num_k_heads, num_v_heads, head_k_dim, head_v_dim)

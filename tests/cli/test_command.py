@@ -42,7 +42,7 @@ def test_version(command: Command) -> None:
     assert (done.code, done.out, done.err) == (0, f"replaystate {replaystate.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate"], ["doctor"], ["verify"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["doctor"], ["verify"], ["bench"]], ids=" ".join)
 def test_help(command: Command, arguments: list[str]) -> None:
     done = command(*arguments, "--help")
     assert (done.code, done.err) == (0, "")

@@ -10,6 +10,7 @@ The file is an object with
 | environment | machine, software and load (`environment`) |
 | results | a list; each has "name", its parameters, "time" (`Timing`), and what was derived from it |
 | checks | a list of `Check`: a target, the value found, and whether it was met |
+| skipped | a list of what was not timed: name, what, reason; missing where nothing was |
 """
 
 from __future__ import annotations
@@ -43,11 +44,19 @@ class Check:
 
 @dataclass
 class Report:
-    """Collects results and checks, and writes the file."""
+    """Collects results and checks, and writes the file.
+
+    Args:
+        benchmark: its name.
+        results, checks, skipped: as in the file.
+        command: the command line that makes the file again; None: that of this process.
+    """
 
     benchmark: str
     results: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    command: str | None = None
 
     def add(self, name: str, **values: Any) -> None:
         """One result; values are numbers, strings, or dataclasses such as `Timing`."""
@@ -70,10 +79,11 @@ class Report:
             "schema": SCHEMA,
             "benchmark": self.benchmark,
             "version": importlib.metadata.version("replaystate") if _installed() else "source",
-            "command": " ".join(["python", *sys.argv]),
+            "command": self.command or " ".join(["python", *sys.argv]),
             "environment": environment(),
             "results": self.results,
             "checks": [asdict(check) for check in self.checks],
+            **({"skipped": self.skipped} if self.skipped else {}),
         }
 
     def write(self, path: Path) -> None:
@@ -86,7 +96,7 @@ def environment() -> dict[str, Any]:
     """Machine and software, without names of hosts or users.
 
     >>> sorted(environment())[:4]
-    ['architecture', 'cpu', 'cpus', 'isa']
+    ['architecture', 'cpu', 'cpus', 'gpu']
     """
     return {
         "cpu": _cpu_name(),
@@ -96,6 +106,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "isa": cpu_backend.isa() if cpu_backend.usable() is None else None,
         "load": [round(x, 2) for x in os.getloadavg()],
     }

@@ -1,4 +1,4 @@
-"""The command `replaystate`: `generate`, `doctor` and `verify`.
+"""The command `replaystate`: `generate`, `doctor`, `verify` and `bench`.
 
 Results go to stdout, progress and errors to stderr. With `--json`, stdout holds exactly one JSON document, or nothing
 when the command could not run. Nothing is fetched from a network.
@@ -6,7 +6,7 @@ when the command could not run. Nothing is fetched from a network.
 | exit code | meaning |
 |---|---|
 | 0 | done, and every check that was asked for passed |
-| 1 | a check failed: other tokens than stock greedy, an error above its limit |
+| 1 | a check failed: other tokens than stock greedy, an error above its limit, a time that got slower |
 | 2 | wrong usage: an option, a path, a model that is not supported |
 | 3 | this machine lacks something: a package, a device, a backend |
 

@@ -1,11 +1,10 @@
-"""The three commands: their options, and what they print."""
+"""The commands: their options, and what they print. The larger ones have modules of their own."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,15 @@ from typing import Annotated
 import typer
 
 from .. import __version__, doctor, verify
-from ..errors import ArgumentError, ReplayStateError
+from ..errors import ArgumentError
 from . import output
-from .exits import Exit, exit_code_of
+from .bench import bench_app
+from .common import Json, errors_as_exit_codes
+from .exits import Exit
 from .generation import Request, generate
 from .models import one_line
+from .plan import plan_command
+from .simulate import simulate_command
 
 app = typer.Typer(
     name="replaystate",
@@ -29,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench", short_help="Measure, compare, draw results.")
 
 
 class DType(str, Enum):
@@ -37,9 +41,6 @@ class DType(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -52,28 +53,13 @@ def run(arguments: Sequence[str] | None) -> int:
     logger = logging.getLogger("replaystate")
     logger.addHandler(handler)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="replaystate")
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        app(args=words, prog_name="replaystate", obj=words)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     finally:
         logger.removeHandler(handler)
     return Exit.OK
-
-
-@contextmanager
-def _errors_as_exit_codes() -> Iterator[None]:
-    """One line on stderr and an exit code for what a user can do something about."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        output.note("interrupted")
-        raise typer.Exit(Exit.INTERRUPTED) from None
-    except ReplayStateError as error:
-        code = exit_code_of(error)
-        if code is None:
-            raise
-        output.note(one_line(error, limit=1000))
-        raise typer.Exit(code) from None
 
 
 def _show_version(wanted: bool) -> None:
@@ -129,7 +115,7 @@ def generate_command(
     token: reads S, writes S', and copies S' into its cache (one more read and write), in float32. Replay, for each
     step: reads the checkpoint and the window's ring rows, writes the new ring rows; a fold writes the checkpoint once.
     """
-    with _errors_as_exit_codes():
+    with errors_as_exit_codes():
         request = Request(
             model,
             _prompt(prompt, prompt_file),
@@ -194,7 +180,7 @@ def verify_command(
     Each op runs on small made-up layers, in every storage dtype, width and head ratio, with windows that fold and rings
     that wrap. An error may be twice what plain torch makes with the same storage dtypes, plus 1e-6.
     """
-    with _errors_as_exit_codes():
+    with errors_as_exit_codes():
         report = verify.verify(backend, device, output.note)
     if json:
         output.write_json(output.verify_json(report))
@@ -205,3 +191,7 @@ def verify_command(
         raise typer.Exit(Exit.ENVIRONMENT)
     if not report.ok:
         raise typer.Exit(Exit.FAILED)
+
+
+app.command("plan", short_help="Say what a model takes on a device, and whether replay pays.")(plan_command)
+app.command("simulate", short_help="Simulate a fleet that serves a model, with replay and without.")(simulate_command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..bench import Comparison
 from ..verify import WIDTHS, Check, Report
 from .generation import Outcome, Run
 
@@ -256,6 +258,17 @@ def _table(title: str | None = None) -> Table:
     )
 
 
+def print_rows(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of text: the first column to the left where it has no name, the others to the right; a line after it."""
+    table = _table()
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(*row)
+    _print_table(console, table)
+    console.print()
+
+
 VERIFY_LEGEND = (
     "io/state/ring: dtypes of inputs and outputs, checkpoints, k and u rings. any:\n"
     "ops without a width. Above 100 an error misses its limit (!!!: above 999), which\n"
@@ -287,3 +300,73 @@ def print_report(report: Report) -> None:
         console.print("not run: backend {} on {}, {}: {}".format(*reason), soft_wrap=True, markup=False)
     verdict = f"{len(report.checks)} checks, {len(report.failures)} above their limits, {report.seconds:.1f} s"
     console.print(verdict, style="bold green" if report.ok else "bold red")
+
+
+def progress_console() -> Console:
+    """The console for progress: stderr."""
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(file=sys.stderr, highlight=False, color_system=None if plain else "auto", no_color=plain or None)
+
+
+BENCH_LEGEND = (
+    "us: median; IQR: distance of the quartiles. of copy: share of the copy bandwidth\n"
+    "measured in turn with it, for the bytes that cannot be avoided."
+)
+
+
+def print_bench(document: dict[str, Any]) -> None:
+    """The results of `bench run`, one table for each workload and model."""
+    console = results()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in document["results"]:
+        shard = f" TP {entry['tp']}" if entry.get("tp", 1) != 1 else ""
+        dtypes = "/".join(SHORT["torch." + entry[key]] for key in ("io", "state", "ring") if key in entry)
+        groups.setdefault(f"{entry['name']}, {entry['model']}{shard}, io/state/ring {dtypes}", []).append(entry)
+    for title, entries in groups.items():
+        console.print(title, style="bold", soft_wrap=True, markup=False)
+        table = _table()
+        table.add_column("rows", justify="right")
+        table.add_column("variant")
+        for name in ("us", "IQR", "GB/s", "of copy"):
+            table.add_column(name, justify="right")
+        for entry in entries:
+            share = entry.get("of_copy")
+            table.add_row(
+                str(entry["rows"]), entry["what"], f"{entry['time']['median_us']:,.1f}",
+                f"{entry['time']['iqr_us']:,.1f}", f"{entry['gb_per_s']:.1f}" if "gb_per_s" in entry else "",
+                "" if share is None else f"{100 * share:.0f}%",
+            )  # fmt: skip
+        _print_table(console, table)
+        console.print()
+    for skip in document.get("skipped", ()):
+        words = f"not timed: {skip['name']}, {skip['rows']} rows, {skip['what']}: {skip['reason']}"
+        console.print(words, soft_wrap=True, markup=False)
+    console.print(BENCH_LEGEND, style="dim")
+
+
+def print_comparison(found: Comparison, before: str, after: str) -> None:
+    """The table of `bench compare`, and its verdict."""
+    console = results()
+    table = _table()
+    table.add_column("case")
+    for name in ("before us", "after us", "change", "noise"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    styles = {"slower": "bold red", "faster": "bold green"}
+    for change in found.changes:
+        noise = "" if change.noise is None else f"{100 * change.noise:.1f}%"
+        verdict = Text(change.verdict, style=styles.get(change.verdict, ""))
+        table.add_row(
+            change.title, f"{change.before_us:,.1f}", f"{change.after_us:,.1f}", f"{100 * change.change:+.1f}%", noise,
+            verdict,
+        )  # fmt: skip
+    _print_table(console, table)
+    for name, titles in ((before, found.only_before), (after, found.only_after)):
+        if titles:
+            console.print(f"only in {name}: {len(titles)} times", soft_wrap=True, markup=False)
+    if found.drift is not None:
+        words = "what does not depend on our kernels (the copy, the controls) changed by"
+        console.print(f"drift: {words} {100 * found.drift:+.1f}%", soft_wrap=True)
+    counts = {name: sum(change.verdict == name for change in found.changes) for name in ("slower", "faster", "noisy")}
+    words = ", ".join(f"{count} {name}" for name, count in counts.items())
+    console.print(f"{len(found.changes)} compared: {words}", style="bold red" if found.slower else "bold green")

@@ -74,7 +74,7 @@ def enable(
         cache. A GDN assistant must be enabled too; it may draft up to `window - 1` tokens. `copy.deepcopy` of an
         enabled model gives an enabled model; disable one before pickling it.
 
-    Source: gdn_replay contract, sections 3, 4 and 9.
+    Source: contract sections 3, 4 and 9.
 
     >>> import torch
     >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig

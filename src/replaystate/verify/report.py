@@ -25,7 +25,9 @@ class Check:
     """One op at one width in one set of dtypes on one backend and device, over all shapes.
 
     Args:
-        backend, device, op: what ran, and where.
+        backend: what ran.
+        device: where.
+        op: which op.
         dtypes: of inputs and outputs, checkpoints, and k and u rings.
         width: tokens per row; None for ops without steps.
         quantity: "output" or "state".
@@ -55,7 +57,8 @@ class Skip:
     """What a backend says it cannot run, and its reason. Not a failure.
 
     Args:
-        backend, device: which backend, and where.
+        backend: which.
+        device: where.
         op: an op, or `EVERY_OP`.
         dtypes: those of the calls; None for `EVERY_OP`.
         reason: the backend's own words.
