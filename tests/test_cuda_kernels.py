@@ -6,6 +6,7 @@ registry gives are tested everywhere.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,15 @@ def test_the_tuning_table_covers_every_batch() -> None:
     for arch in (*compiler.ARCHITECTURES, "sm_103"):
         for heads in (1, 64, 512, 513, 10**6):
             for group in (1, 2, 3, 4, 8):
-                for lanes in (4, 8, 16):
-                    nhv, vs, cpw = fast.split(arch, lanes, heads, group)
+                for lanes, splits in itertools.product((4, 8, 16), (False, True)):
+                    nhv, vs, cpw = fast.split(arch, lanes, splits, heads, group)
                     assert group % nhv == 0
                     assert 4 % (vs * cpw) == 0
     assert len(fast.SHIPPED) <= 40
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # the slow ones: oldest, the one we run, newest
 @pytest.mark.parametrize("name", SMALL)
 def test_general_kernels_compile(name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLAYSTATE_CACHE_DIR", str(tmp_path))
@@ -90,7 +91,11 @@ def test_shipped_fast_variants_compile(
 ) -> None:
     monkeypatch.setenv("REPLAYSTATE_CACHE_DIR", str(tmp_path))
     assert compiler.compile_program(variant.program, arch)[:4] == b"\x7fELF"
-    assert variant.shared_bytes <= 99 * 1024, "more shared memory than a block has on sm_86"
+    assert variant.shared_bytes <= 163 * 1024, "more shared memory than a block has on sm_80"
+    least = variant._replace(
+        **dict(zip(("nhv", "vs", "cpw"), fast._rare_split(variant.lanes, variant.splits), strict=True))
+    )
+    assert least.shared_bytes <= 99 * 1024, "what runs where there is less, such as on sm_86"
 
 
 @needs_compiler

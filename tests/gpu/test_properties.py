@@ -241,6 +241,7 @@ def test_compiled_by_torch() -> None:
     assert_same(cache, eager)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_call_waits_for_the_host() -> None:
     cache = filled(2, 20, KINDS[0])
     cache.warmup((BF16,))

@@ -13,6 +13,7 @@ import typer
 
 from .. import __version__, doctor, verify
 from ..errors import ArgumentError
+from . import kernels as kernel_commands
 from . import output
 from .bench import bench_app
 from .common import Json, errors_as_exit_codes
@@ -195,3 +196,4 @@ def verify_command(
 
 app.command("plan", short_help="Say what a model takes on a device, and whether replay pays.")(plan_command)
 app.command("simulate", short_help="Simulate a fleet that serves a model, with replay and without.")(simulate_command)
+kernel_commands.register(app, errors_as_exit_codes)

@@ -8,6 +8,7 @@ struct CommitArgs {
 };
 
 extern "C" __global__ void __launch_bounds__(128) commit(const __grid_constant__ CommitArgs p) {
+  wait_for_previous();
   const i64 row = blockIdx.x * 4 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
   if (row >= p.B) return;

@@ -77,6 +77,15 @@ __device__ __forceinline__ float log_decay(float x, float A_log) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 
+// The first thing a kernel does. Its launch may overlap the end of the kernel before it (programmatic dependent launch), so it
+// waits here until that one is done and its writes are seen; then it lets the next one come as far as its own wait.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // PLAIN = 1 compiles a step for what decoding passes: ragged rows, int32 indices, cursors per slot, step records, float32
 // layer parameters, gates in the inputs' dtype. PLAIN = 0 reads all of that at run time.
 #ifndef PLAIN

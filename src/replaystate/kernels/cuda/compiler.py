@@ -53,6 +53,7 @@ class Counters:
 
 counters = Counters()
 _lock = threading.Lock()
+_importing = threading.Lock()
 _kernels: dict[tuple[Program, int], Any] = {}
 _shared_bytes: dict[tuple[Program, int], int] = {}
 
@@ -79,7 +80,8 @@ def _core() -> Any:
     reason = missing()
     if reason:
         raise MissingDependencyError(f"replaystate's CUDA backend: {reason}")
-    return importlib.import_module("cuda.core")
+    with _importing:  # a warm-up asks from several threads at once, and the package does not bear that
+        return importlib.import_module("cuda.core")
 
 
 @functools.cache
@@ -194,13 +196,36 @@ def launch(program: Program, device: int, blocks: int, shared_bytes: int, argume
     kernel = load(program, device, shared_bytes)
     held = ctypes.create_string_buffer(arguments, len(arguments))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    config = _launch_config(device)
+    config.gridDimX, config.gridDimY, config.blockDimX = blocks, rows, program.threads
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch._C._cuda_getCurrentRawStream(device)
     error: Any = 0
     for attempt in range(2):
-        (error,) = _driver().cuLaunchKernel(
-            kernel[0], blocks, rows, 1, program.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
-        )
+        (error,) = _driver().cuLaunchKernelEx(config, kernel[0], ctypes.addressof(pointers), 0)
         if int(error) != _CUDA_ERROR_INVALID_CONTEXT or attempt:
             break
         torch.cuda.set_device(device)  # a thread that torch has not used yet has no current context
     _check(error, f"launch of {program.entry}")
+
+
+_configs = threading.local()
+
+
+def _launch_config(device: int) -> Any:
+    """This thread's launch parameters for a device, to be filled in.
+
+    From sm_90 on a launch may overlap the end of the kernel before it: every kernel of ours waits for that one first.
+    """
+    held: dict[int, Any] = _configs.__dict__.setdefault("held", {})
+    config = held.get(device)
+    if config is None:
+        driver = _driver()
+        config = held[device] = driver.CUlaunchConfig()
+        config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        if torch.cuda.get_device_capability(device)[0] >= 9 and not os.environ.get("REPLAYSTATE_SERIAL"):
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+    return config

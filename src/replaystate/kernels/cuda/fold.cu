@@ -40,6 +40,7 @@ __device__ __forceinline__ void store4(S_::T* dst, const float* s, int k0, int K
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) fold_slots(const __grid_constant__ FoldArgs p) {
+  wait_for_previous();
   extern __shared__ __align__(16) float smem[];
   const int K = (int)p.K, V = (int)p.V, W = (int)p.W, HV = (int)p.HV, R = (int)p.R, VB = (int)p.v_block;
   float* ring_k = smem;             // [W][KP]

@@ -3,7 +3,9 @@
 // Every block reads the whole list of rows and keeps the active ones in shared memory. The cursors are written by the block
 // that finishes last: each block counts down the first active row's step record, which is 0 before and after.
 
+#ifndef WARPS
 #define WARPS 8
+#endif
 #define MAX_LAYERS 48
 #define SATURATED_NOW (1 << 30)
 enum { MATERIALIZE, FLUSH, READ, PREFIX };
@@ -27,6 +29,9 @@ __device__ __forceinline__ void scan_rows(const FoldArgs& p, int* skip, int* lis
   const int tid = threadIdx.x, mode = (int)p.mode, R = (int)p.R;
   const bool words = mode == MATERIALIZE || mode == FLUSH;
   if (tid == 0) { rows.active = 0; rows.first = 0x7fffffff; }
+  bool any = mode == READ;                             // the quick way out of a call with nothing to do
+  for (int i = tid; i < p.rows && !any; i += 32 * WARPS) any = ld_index(p.src, i * p.src_stride, p.src_wide) >= 0;
+  if (!__syncthreads_or(any)) return;
   for (int i = tid; i < p.rows; i += 32 * WARPS) skip[i] = p.active ? 1 : 0;
   __syncthreads();
   if (p.active) {

@@ -162,6 +162,7 @@ def step(
         R=R,
         width=width,
         device=device,
+        shared_limit=_properties(device)[1],
         plain=plain,
     )
     v_block = _v_block(B * HV, V, device) if choice is None else choice.v_block
@@ -205,19 +206,21 @@ def fold_program(state_dtype: torch.dtype, K: int) -> Program:
     )
 
 
+FOLD_WARPS = 8
+
+
 def fold_fast_program(state_dtype: torch.dtype, ring_dtype: torch.dtype, W: int) -> Program:
     """The fold on the tensor cores: K = V = 128, 16-bit dtypes, W <= 32, pools aligned to 16 bytes."""
     macros = (
-        ("STATE_D", DTYPE_CODES[state_dtype]),
-        ("RING_D", DTYPE_CODES[ring_dtype]),
-        ("WIN", 16 if W <= 16 else 32),
-    )
-    return Program("mma.cuh+fold_rows.cuh+fold_fast.cu", "fold_fast", macros, 256)
+        ("STATE_D", DTYPE_CODES[state_dtype]), ("RING_D", DTYPE_CODES[ring_dtype]), ("WIN", 16 if W <= 16 else 32),
+        ("WARPS", FOLD_WARPS),
+    )  # fmt: skip
+    return Program("mma.cuh+fold_rows.cuh+fold_fast.cu", "fold_fast", macros, 32 * FOLD_WARPS)
 
 
 def fold_fast_shared_bytes(W: int, rows: int) -> int:
     """Dynamic shared memory of `fold_fast`."""
-    return 8 * (8192 + (16 if W <= 16 else 32) * 256) + 8 * rows
+    return FOLD_WARPS * (8192 + (16 if W <= 16 else 32) * 256) + 4 * rows
 
 
 def fold_is_fast(sizes: tuple[int, int], W: int, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> bool:
@@ -294,7 +297,7 @@ def fold(
         )
     )
     if quick:
-        blocks = min(2 * multiprocessors, -(-work * 4 // 8))
+        blocks = min(2 * multiprocessors, -(-work * 4 // FOLD_WARPS))
     for begin in range(0, len(layers), MAX_LAYERS):
         chunk = layers[begin : begin + MAX_LAYERS]
         table: list[int] = []

@@ -26,6 +26,7 @@ __device__ __forceinline__ float sum_lanes(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) prefill(const __grid_constant__ PrefillArgs p) {
+  wait_for_previous();
   extern __shared__ __align__(16) float smem[];
   float* X = smem;                       // [CHUNK][2][KP]
   float* vs = X + 2 * CHUNK * KP;        // [CHUNK][VB], then y

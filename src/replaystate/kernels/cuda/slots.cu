@@ -38,6 +38,7 @@ __device__ __forceinline__ void move(unsigned char* to, const unsigned char* fro
 }
 
 extern "C" __global__ void __launch_bounds__(256) slot_upkeep(const __grid_constant__ SlotArgs p) {
+  wait_for_previous();
   const i64 row = blockIdx.x, slot = ld_index(p.slots, row * p.slots_stride, p.slots_wide);
   const int mode = (int)p.mode;
   if (!is_real(p, slot)) return;

@@ -18,21 +18,8 @@
 // Compile-time: STATE_D, IO_D, RING_D, TT (4, 8, 16), WIN (16, 32), NHV, VS, CPW, VEC (inputs and outputs in 8-byte
 // vectors), PLAIN, MIN_BLOCKS.
 
-#define NWARP (NHV * 4 / VS / CPW)
-#define WPH (4 / VS / CPW)          // warps a head
-#define THREADS (32 * NWARP)
-#define NT (2 * TT / 8)           // token columns in tiles of 8
-#define JT (WIN / 16)             // window rows in tiles of 16
-#define XROWS (2 * TT)
-#define SS (2 * TT + 4)           // row stride of the scores: no bank conflicts
 #define SPLIT (STATE_D == BF16 || RING_D == BF16)
-#define GATES ((NHV + NWARP - 1) / NWARP)    // at most so many chores of a kind a warp
-#define WEIGHTS GATES
-#define HEAD_FLOATS (WIN + TT * 2 * TT + 2 * TT + TT + 4)
-
-typedef Elem<STATE_D> S_;
-typedef Elem<IO_D> IO_;
-typedef Elem<RING_D> R_;
+#define HALF_X (STATE_D == F16 || RING_D == F16)  // float16 keys and queries are needed
 
 // Four neighbouring elements of an io tensor; any element-aligned view.
 __device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
@@ -41,15 +28,13 @@ __device__ __forceinline__ uint2 ld_io4(const void* p, i64 i, i64 elem) {
   return make_uint2((u32)x[0] | (u32)x[elem] << 16, (u32)x[2 * elem] | (u32)x[3 * elem] << 16);
 }
 
-// The m-th of a kind of chores that a warp has: kinds start at different warps, so that each warp has few.
-__device__ __forceinline__ int chore(int warp, int m, int start) { return (warp + 64 * NWARP - start) % NWARP + m * NWARP; }
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(const __grid_constant__ StepArgs p) {
+  wait_for_previous();
   constexpr int K = 128, V = 128;
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* sK = smem + NWARP * CPW * 8192;       // [WIN][128] window keys
   unsigned char* sX = sK + WIN * 256;                  // [XROWS][128] normalised keys, then queries: float16
-  unsigned char* sXb = sX + XROWS * 256;               // the same as bfloat16 high and low parts
+  unsigned char* sXb = sX + (HALF_X ? XROWS * 256 : 0);  // the same as bfloat16 high and low parts
   float* sS = (float*)(sXb + (SPLIT ? 2 * XROWS * 256 : 0));  // [WIN][SS] scores of window keys
   float* sG = sS + WIN * SS;                           // [TT][SS] scores of new keys
   float* sH = sG + TT * SS;                            // per value head: weights, coefficients, own factors, betas
@@ -63,17 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   // Chores of the block, dealt out to its warps: score window tiles and new keys, gates of each head, window weights.
   int head_tokens, tail_tokens;
   row_range(p, head_tokens, tail_tokens);
-  u32 raw_A[GATES], raw_dt[GATES], raw_a[GATES], raw_b[GATES];
-  float gw[WEIGHTS];
-#pragma unroll
-  for (int m = 0; m < GATES; m++) {
-    const int of = chore(warp, m, JT + 1);
-    raw_A[m] = raw_dt[m] = raw_a[m] = raw_b[m] = 0;
-    if (of < NHV) {
-      raw_A[m] = ld_raw(p.A_log, wide(hv0 + of, p.A_stride), FLAG(p.A_dtype, F32));
-      raw_dt[m] = ld_raw(p.dt_bias, wide(hv0 + of, p.dt_stride), FLAG(p.dt_dtype, F32));
-    }
-  }
+  RawGates raw;
+  load_layer_gates(p, raw, warp, hv0);
   Row w = make_row(p, load_row(p, row));
   const Cursors cursors = load_cursors(p, row, w);
   unsigned char* tile = smem + warp * CPW * 8192;      // this warp's rows of the state
@@ -101,14 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       x4[m] = ld_io4(is_q ? p.q : p.k, at + (VEC ? 4 * lane : 4 * lane * elem), elem);
     }
   }
-#pragma unroll
-  for (int m = 0; m < GATES; m++) {
-    const int of = chore(warp, m, JT + 1);
-    if (of < NHV && lane < w.length && w.real) {
-      raw_a[m] = ld_raw(p.a, (PLAIN ? 0 : wide(row, p.a_row)) + wide(w.begin + lane, p.a_tok) + wide(hv0 + of, p.a_head), FLAG(p.a_dtype, IO_D));
-      raw_b[m] = ld_raw(p.b, (PLAIN ? 0 : wide(row, p.b_row)) + wide(w.begin + lane, p.b_tok) + wide(hv0 + of, p.b_head), FLAG(p.b_dtype, IO_D));
-    }
-  }
+  load_token_gates(p, w, raw, row, warp, lane, hv0);
   settle_row(p, w, cursors, part);
   if (!w.alive) {
     cp_wait<0>();
@@ -122,11 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   const u16* k_ring = (const u16*)p.k_ring + wide(w.slot, p.k_slot) + h * (R1 + 1) * K;
   u16* u_ring = (u16*)p.u_ring + wide(w.slot, p.u_slot) + hv * (R1 + 1) * V + chunk * 32 + 4 * r;
   float* g_ring = p.g_ring + wide(w.slot, p.g_slot) + hv0 * (R1 + 1);
-#pragma unroll
-  for (int m = 0; m < WEIGHTS; m++) {
-    const int of = chore(warp, m, JT + 1 + NHV);
-    gw[m] = of < NHV && lane < P ? g_ring[of * (R1 + 1) + ((base + lane) & R1)] : 0.f;
-  }
+  float gw[GATES];
+  load_window_decays(gw, g_ring, base, P, R1, warp, lane);
   constexpr int KEYS = (WIN * 16 + THREADS - 1) / THREADS;
   uint4 key[KEYS];
 #pragma unroll
@@ -166,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       x0 *= norm; x1 *= norm; x2 *= norm; x3 *= norm;
       const int at = i * 256 + (((lane >> 1) ^ (i & 7)) << 4) + (lane & 1) * 8;
       uint2 packed = make_uint2(pack<F16>(x0, x1), pack<F16>(x2, x3));
-      *(uint2*)(sX + at) = packed;
+      if (HALF_X) *(uint2*)(sX + at) = packed;
       if (SPLIT) {
         uint2 hi = make_uint2(pack<BF16>(x0, x1), pack<BF16>(x2, x3));
         *(uint2*)(sXb + at) = hi;
@@ -185,72 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
   __syncthreads();
 
   const int arrived = enter_row(p, w);
-  // Gates of the value heads: coefficients between the new tokens.
-#pragma unroll
-  for (int m = 0; m < GATES; m++) {
-    const int of = chore(warp, m, JT + 1);
-    if (of >= NHV) break;
-    float *coef = sH + of * HEAD_FLOATS + WIN, *own = coef + TT * 2 * TT, *betas = own + 2 * TT;
-    float g = 0.f, beta = 0.f;
-    if (lane < n) {
-      g = log_decay(from_raw(raw_a[m], FLAG(p.a_dtype, IO_D)) + from_raw(raw_dt[m], FLAG(p.dt_dtype, F32)), from_raw(raw_A[m], FLAG(p.A_dtype, F32)));
-      beta = sigmoid(from_raw(raw_b[m], FLAG(p.b_dtype, IO_D)));
-      if (part % VS == 0) g_ring[of * (R1 + 1) + ((base + P + lane) & R1)] = g;
-    }
-    const float scale = (float)p.scale;
-    float now = 0.f;
-#pragma unroll
-    for (int s = 0; s < TT; s++) {
-      float gs = __shfl_sync(FULL, g, s);
-      if (s <= lane) now += gs;
-    }
-    if (lane < TT) {
-      const float factor = expf(now);
-      betas[lane] = beta;
-      own[lane] = -beta * factor;
-      own[TT + lane] = scale * factor;
-    }
-    if (TT == 16) {                                    // a lane has a column: one sum grows from token to token
-      const int t = lane % TT;
-      const float bt = __shfl_sync(FULL, beta, t);
-      float since = 0.f;
-#pragma unroll
-      for (int s = TT - 1; s >= 0; s--) {
-        const float gs = __shfl_sync(FULL, g, s), e = expf(since);
-        coef[s * 2 * TT + lane % (2 * TT)] = lane >= TT ? (s <= t ? scale * e : 0.f) : (s < t ? -bt * e : 0.f);
-        if (s <= t) since += gs;
-      }
-    } else {
-#pragma unroll
-    for (int i = 0; i < TT * 2 * TT / 32; i++) {
-      int e = 32 * i + lane, s = e / (2 * TT), col = e % (2 * TT), t = col % TT;
-      float since = 0.f, bt = __shfl_sync(FULL, beta, t);
-#pragma unroll
-      for (int x = TT - 1; x > 0; x--) {
-        float gx = __shfl_sync(FULL, g, x);
-        if (x > s && x <= t) since += gx;
-      }
-      since = expf(since);
-      coef[e] = col >= TT ? (s <= t ? scale * since : 0.f) : (s < t ? -bt * since : 0.f);
-    }
-    }
-  }
-  // Decay of each window row to the window's end.
-#pragma unroll
-  for (int m = 0; m < WEIGHTS; m++) {
-    const int of = chore(warp, m, JT + 1 + NHV);
-    if (of >= NHV) break;
-    float* weight = sH + of * HEAD_FLOATS;
-    float from = gw[m];                                // sum of rows j, j + 1, ... P - 1
-#pragma unroll
-    for (int d = 1; d < WIN; d <<= 1) {
-      float other = __shfl_down_sync(FULL, from, d);
-      if (lane + d < WIN) from += other;
-    }
-    const float after = __shfl_down_sync(FULL, from, 1);
-    if (lane < WIN) weight[lane] = lane < P ? expf(lane + 1 < WIN ? after : 0.f) : 0.f;
-    if (lane == 0) weight[WIN + TT * 2 * TT + 2 * TT + TT] = expf(from);
-  }
+  set_gates(p, w, raw, sH, g_ring, part % VS == 0, warp, lane);
+  set_weights(gw, sH, P, warp, lane);
   // Scores of the window's keys and of the new ones: one tile of 16 a warp.
 #pragma unroll
   for (int task = warp; task < JT + 1; task += NWARP) {
@@ -261,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
     if (gram || P > 16 * task) {
 #pragma unroll
       for (int kp = 0; kp < 4; kp++) {
-        u32 b[NT][4], bl[NT][4], a[2][4];
+        u32 b[NT][4], bl[NT][4], a[4], al[4];
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-          u32 at = (8 * nt + (lane & 7)) * 256 + (((4 * kp + (lane >> 3)) ^ (lane & 7)) << 4);
-          ldsm4(b[nt], smem_addr(sX) + at);
-          if (RING_D == BF16 && !gram) {
+          const u32 at = (8 * nt + (lane & 7)) * 256 + (((4 * kp + (lane >> 3)) ^ (lane & 7)) << 4);
+          if (gram ? HALF_X : RING_D == F16) ldsm4(b[nt], smem_addr(sX) + at);
+          else {
             ldsm4(b[nt], smem_addr(sXb) + at);
             ldsm4(bl[nt], smem_addr(sXb) + XROWS * 256 + at);
           }
@@ -274,18 +176,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           if (gram) {
-            a[m][0] = b[0][2 * m]; a[m][2] = b[0][2 * m + 1];
-            a[m][1] = TT == 16 ? b[NT == 1 ? 0 : 1][2 * m] : 0; a[m][3] = TT == 16 ? b[NT == 1 ? 0 : 1][2 * m + 1] : 0;
+            constexpr int NEXT = NT == 1 ? 0 : 1;
+            a[0] = b[0][2 * m]; a[2] = b[0][2 * m + 1];
+            a[1] = TT == 16 ? b[NEXT][2 * m] : 0; a[3] = TT == 16 ? b[NEXT][2 * m + 1] : 0;
+            if (!HALF_X) {
+              al[0] = bl[0][2 * m]; al[2] = bl[0][2 * m + 1];
+              al[1] = TT == 16 ? bl[NEXT][2 * m] : 0; al[3] = TT == 16 ? bl[NEXT][2 * m + 1] : 0;
+            }
           } else {
             int j = 16 * task + (lane & 7) + (lane & 8);
-            ldsm4(a[m], smem_addr(sK) + j * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (j & 7)) << 4));
+            ldsm4(a, smem_addr(sK) + j * 256 + (((4 * kp + 2 * m + (lane >> 4)) ^ (j & 7)) << 4));
           }
 #pragma unroll
           for (int nt = 0; nt < NT; nt++) {
-            if (gram || RING_D == F16) mma<F16>(s[nt], a[m], b[nt][2 * m], b[nt][2 * m + 1]);
+            if (gram ? HALF_X : RING_D == F16) mma<F16>(s[nt], a, b[nt][2 * m], b[nt][2 * m + 1]);
             else {
-              mma<BF16>(s[nt], a[m], b[nt][2 * m], b[nt][2 * m + 1]);
-              mma<BF16>(s[nt], a[m], bl[nt][2 * m], bl[nt][2 * m + 1]);
+              mma<BF16>(s[nt], a, b[nt][2 * m], b[nt][2 * m + 1]);
+              mma<BF16>(s[nt], a, bl[nt][2 * m], bl[nt][2 * m + 1]);
+              if (gram && !HALF_X) mma<BF16>(s[nt], al, b[nt][2 * m], b[nt][2 * m + 1]);
             }
           }
         }
@@ -371,7 +279,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
         }
       }
     }
-  // Solve for u of the new tokens by substitution; y is carried along. acc[x / 2][nt][2 (x % 2) + e]: value x.
 #pragma unroll
   for (int nt = 0; nt < NT; nt++) {
     const int col = 8 * nt + 2 * q;
@@ -392,27 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) step_fast(cons
       }
     }
   }
-#pragma unroll
-  for (int s = 0; s < TT; s++) {
-    float u[4];
-#pragma unroll
-    for (int x = 0; x < 4; x++) u[x] = __shfl_sync(FULL, acc[x / 2][s / 8][2 * (x % 2) + (s & 1)], (lane & ~3) | (s % 8) >> 1);
-#pragma unroll
-    for (int nt = 0; nt < NT; nt++) {
-      if (8 * nt + 7 <= s) continue;                   // keys no later than s
-      const int col = 8 * nt + 2 * q;
-      const float2 c = *(const float2*)(coef + s * 2 * TT + col), d = *(const float2*)(sG + s * SS + col);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int t = (col + e) % TT;
-        if (t > s || (t == s && col + e >= TT)) {      // a token that comes earlier is not touched: u may be NaN
-          const float f = e ? c.y * d.y : c.x * d.x;
-#pragma unroll
-          for (int x = 0; x < 4; x++) acc[x / 2][nt][2 * (x % 2) + e] += f * u[x];
-        }
-      }
-    }
-  }
+  substitute(acc, coef, sG, lane);
   // Append u, write y.
 #pragma unroll
   for (int nt = 0; nt < NT; nt++)

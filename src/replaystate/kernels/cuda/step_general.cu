@@ -78,6 +78,7 @@ __device__ __forceinline__ void store_state(S_::T* dst, const float* s, int k0, 
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) step_general(const __grid_constant__ StepArgs p) {
+  wait_for_previous();
   extern __shared__ __align__(16) float smem[];
   const int K = (int)p.K, V = (int)p.V, W = (int)p.W, R1 = (int)p.R - 1, HV = (int)p.HV, VB = (int)p.v_block;
   float* X = smem;                    // [2 TT][KP]   normalised k, then q with the scale
