@@ -93,7 +93,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_request_and_step": per_step,
         "ms_per_step": statistics.median(seconds) / TOKENS * per_step * 1000,
         "cache_tokens": cache.kv_cache_size_tokens,
-        "state_dtype": str(llm.llm_engine.vllm_config.cache_config.mamba_ssm_cache_dtype),
+        "mamba_ssm_cache_dtype": str(cache.mamba_ssm_cache_dtype),
     }
 
 

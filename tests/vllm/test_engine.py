@@ -97,7 +97,7 @@ def test_drafts_are_accepted_as_often(replay_mtp: dict[str, Any], native_mtp: di
         run["counters"]["vllm:spec_decode_num_accepted_tokens"] / run["counters"]["vllm:spec_decode_num_drafts"]
         for run in (replay_mtp, native_mtp)
     )
-    assert ours > 0.3
+    assert ours > 0.2
     assert ours == pytest.approx(theirs, rel=0.1)
 
 

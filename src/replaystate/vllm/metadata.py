@@ -32,7 +32,7 @@ class ReplayBackend(GDNAttentionBackend):
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Rows that run the whole-prompt op: first chunks, and chunks longer than a step.
+    """Rows that run the whole-prompt op: those longer than a step.
 
     | tensor | shape | meaning |
     |---|---|---|
@@ -76,8 +76,9 @@ class ReplayMetadata:
 class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
     """Settles the last step of every row by its position, then lays out this one.
 
-    A row replays when it continues a state and fits a step (1 + drafts tokens), be they drafts, a token without drafts
-    or a short prompt chunk. Every other row prefills: from zero, or from its checkpoint after its window was folded.
+    A row replays when it fits a step (1 + drafts tokens), be they drafts, a token without drafts or a short prompt
+    chunk. Also from a zero checkpoint: vLLM may put drafts behind a request's first token, and they can be rejected
+    there. Every longer row prefills: from zero, or from its checkpoint after its window was folded.
     """
 
     # A step takes decisions on the host (does a row prefill?), so vLLM captures graphs around it, not through it.
@@ -117,7 +118,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         lengths_cpu = lengths_cpu[:rows]
         num_tokens = int(m.query_start_loc_cpu[rows])
         resumed_cpu = m.seq_lens_cpu_upper_bound[:rows] > lengths_cpu
-        replays_cpu = resumed_cpu & (lengths_cpu <= width)
+        replays_cpu = lengths_cpu <= width
 
         device = m.query_start_loc.device
         resumed, replays = (x.to(device, non_blocking=True) for x in (resumed_cpu, replays_cpu))
@@ -140,8 +141,12 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
             slots.layers[0].conv.shape[1],
         )  # fmt: skip
         prefill = None
+        if not bool((resumed_cpu & replays_cpu).all()):
+            goes_on = resumed & replays
+            slots.restart(torch.where(goes_on, NULL_SLOT, dst), torch.where(replays, computed, seq_lens))
+        if bool((~resumed_cpu & replays_cpu).any()):
+            slots.clear(torch.where(~resumed & replays, dst, NULL_SLOT))
         if not bool(replays_cpu.all()):
-            slots.restart(torch.where(replays, NULL_SLOT, dst), seq_lens)
             prefill = _prefill_rows(dst, ~resumed, lengths_cpu, replays_cpu, bounds)
         return ReplayMetadata(
             slots=slots,

@@ -119,6 +119,11 @@ class ReplaySlots:
             word[at] = 0
         self.position[at] = position
 
+    def clear(self, slots: Tensor) -> None:
+        """Zero the checkpoints of these slots (and of the null slot): a request starts there."""
+        for page in self.layers:
+            page.state.index_fill_(0, slots.long(), 0)
+
     def _raise_misfit(self, slots: Tensor, computed: Tensor, pending: Tensor, fits: Tensor) -> None:
         row = int((~fits).nonzero()[0])
         slot = int(slots[row])
