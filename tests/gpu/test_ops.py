@@ -171,6 +171,29 @@ def test_folds(sizes: tuple[int, ...], state: torch.dtype, ring: torch.dtype) ->
     pair.compare()
 
 
+@pytest.mark.parametrize(("sizes", "state", "ring"), [((1, 2, 128, 128), F16, F16), ((1, 2, 32, 64), F32, F32)])
+def test_many_rows_fold(sizes: tuple[int, ...], state: torch.dtype, ring: torch.dtype) -> None:
+    """More rows than one warp looks at, some skipped: every block must deal out the same list of rows."""
+    pair = Pair(GDNShape(*sizes), 2, 401, max_query_len=4, state_dtype=state, ring_dtype=ring)
+    pair.fill(nan=False)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(1)) + 1
+    src, dst = order[:200], order[200:].clone()
+    dst[::7] = -1
+    count = pair.cpu.num_committed[src].clone()
+    for _ in range(5):
+        pair.push()
+        pair.gpu.materialize(src.cuda(), dst.cuda(), count.cuda())
+        with device_semantics():
+            assert_close(pair.gpu.state(0, src.cuda()), pair.cpu.state(0, src), EPS[F32], "state()")
+    with device_semantics():
+        pair.cpu.materialize(src, dst, count)
+    pair.compare()
+    with device_semantics():
+        pair.cpu.flush(src)
+    pair.gpu.flush(src.cuda())
+    pair.compare()
+
+
 def test_many_layers_fold_in_several_launches() -> None:
     pair = Pair(GDNShape(1, 2, 16, 16), 50, 5, max_query_len=4)
     pair.fill()

@@ -24,7 +24,7 @@ struct FoldArgs {
 
 struct Rows { int active, first, last_block, saturated; };
 
-// Fill `list` with the active rows; `skip` is scratch of one int a row. One block-wide answer in `rows`.
+// Fill `list` with the active rows, ascending; `skip` is scratch of one int a row. One block-wide answer in `rows`.
 __device__ __forceinline__ void scan_rows(const FoldArgs& p, int* skip, int* list, Rows& rows) {
   const int tid = threadIdx.x, mode = (int)p.mode, R = (int)p.R;
   const bool words = mode == MATERIALIZE || mode == FLUSH;
@@ -79,8 +79,17 @@ __device__ __forceinline__ void scan_rows(const FoldArgs& p, int* skip, int* lis
       if (skip[i] & 8) atomicOr(&p.status[ld_index(p.src, i * p.src_stride, p.src_wide) * p.status_stride], NOT_COMMITTED);
       if (mode == MATERIALIZE) atomicOr(&p.status[ld_index(p.dst, i * p.dst_stride, p.dst_wide) * p.status_stride], DEAD);
     }
-  for (int i = tid; i < p.rows; i += 32 * WARPS)
-    if (!skip[i]) { list[atomicAdd(&rows.active, 1)] = i; atomicMin(&rows.first, i); }
+  if (tid < 32) {  // in order: the blocks share out the rows by their place in the list, so all must have the same list
+    int kept = 0;
+    for (int first = 0; first < p.rows; first += 32) {
+      const bool keep = first + tid < p.rows && !skip[first + tid];
+      const u32 mask = __ballot_sync(FULL, keep);
+      if (keep) list[kept + __popc(mask & ((1u << tid) - 1))] = first + tid;
+      kept += __popc(mask);
+    }
+    __syncwarp();
+    if (tid == 0 && kept) { rows.active = kept; rows.first = list[0]; }
+  }
   __syncthreads();
 }
 
