@@ -317,3 +317,10 @@ def test_this_tree_against_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [change["verdict"] for change in found["changes"]] == ["same"]
+
+
+def test_committed_gpu_results_name_the_gpu() -> None:
+    """Both kinds of file: that of `bench run` and that of benchmarks/gpu.py."""
+    for name in ("bench_h200.json", "h200.json"):
+        assert read_results(COMMITTED / name).device == "NVIDIA H200"
+    assert read_results(COMMITTED / "cpu.json").device.endswith(" threads")

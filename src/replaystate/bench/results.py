@@ -134,7 +134,7 @@ def _read_report(source: str, document: dict[str, Any]) -> ResultFile:
     results = tuple(_report_result(entry) for entry in document["results"])
     copies = sorted(float(entry["copy_gb_per_s"]) for entry in document["results"] if "copy_gb_per_s" in entry)
     threads = environment.get("threads", 1)
-    on_gpu = any(entry.get("device") == "cuda" for entry in document["results"])
+    on_gpu = any("cuda" in (entry.get("device"), entry["what"]) for entry in document["results"])
     device = (
         environment.get("gpu")
         if on_gpu

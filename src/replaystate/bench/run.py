@@ -149,9 +149,9 @@ def _run_point(plan: Plan, work: Workload, layer: Layer, settings: Settings, rep
     for name, case in cases.items():
         speed = case.model.total / times[name].median_us / 1e3
         report.add(
-            work.name, what=name, **about, time=times[name], bytes=case.model, model_bytes=case.model.total,
-            gb_per_s=_digits(speed), copy_gb_per_s=_digits(copy), of_copy=_digits(speed / copy),
-            gate=dict(gates[name]._asdict()), groups=case.groups,
+            work.name, what=name, device=settings.device.type, **about, time=times[name], bytes=case.model,
+            model_bytes=case.model.total, gb_per_s=_digits(speed), copy_gb_per_s=_digits(copy),
+            of_copy=_digits(speed / copy), gate=dict(gates[name]._asdict()), groups=case.groups,
         )  # fmt: skip
 
 
