@@ -105,7 +105,7 @@ def bar_chart(
     """
     low = min(1.0, *(bar.times for bar in bars), lowest or 1.0)
     high = max(1.0, *(bar.times for bar in bars), highest or 1.0)
-    edge = 54 if low < 1 else 4  # room for the number of a bar that goes left
+    edge = 72 if low < 1 else 4  # room for the number of a bar that goes left
     scale = (WIDTH - 68 - edge) / max(math.log(high / low), math.log(1.5))
     one = edge + math.log(1 / low) * scale
     step = 34
@@ -123,7 +123,7 @@ def bar_chart(
         )
         where = f'x="{left - 4:.1f}" text-anchor="end"' if loses else f'x="{left + width + 4:.1f}"'
         parts.append(f'<text class="value" {where} y="{y + 14}">{number(bar.times)}×</text>')
-    anchor, x = ("start", 8.0) if one < 54 else ("middle", one)
+    anchor, x = ("start", 8.0) if one < 72 else ("middle", one)
     parts.append(
         f'<text class="name" x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">the line: 1×, the same</text>'
     )
@@ -205,11 +205,13 @@ def number(x: float) -> str:
 
 
 def short(x: float) -> str:
-    """For a tick: thousands from 10,000 on.
+    """For a tick: thousands from 10,000 on, powers below 0.001.
 
-    >>> short(5000), short(20_000), short(3_000_000)
-    ('5,000', '20k', '3M')
+    >>> short(5000), short(20_000), short(3_000_000), short(0.01), short(0.0002)
+    ('5,000', '20k', '3M', '0.01', '2e-4')
     """
+    if 0 < x < 1e-3:
+        return f"{x:.0e}".replace("e-0", "e-")
     for size, unit in ((1e6, "M"), (1e4, "k")):
         if x >= size:
             return f"{x / (1e6 if unit == 'M' else 1e3):g}{unit}"
