@@ -5,7 +5,9 @@ Messages name the function, the argument, what was expected and what came.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,6 +143,27 @@ def as_index_tensor(fn: str, name: str, value: Indices, device: torch.device) ->
         if not -(2**63) <= item < 2**63:
             raise ArgumentError(f"{fn}: {name}: expected a 64-bit int, got {item}")
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def parse_json(text: str) -> Any:
+    """json.loads of a file that anyone may have written: what Python cannot hold well is a ValueError too.
+
+    >>> parse_json('{"rows": [1, 2]}')
+    {'rows': [1, 2]}
+
+    Raises:
+        ValueError: no JSON, nested too deeply, or an integer beyond 64 bits.
+    """
+    try:
+        return json.loads(text, parse_int=_int64)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"an integer beyond 64 bits, {digits[:20]}...")
+    return int(digits)
 
 
 def flag(status: Tensor, slots: Tensor, hit: Tensor, bit: SlotStatus) -> None:

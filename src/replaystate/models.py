@@ -6,12 +6,12 @@ it was checked against; other models are read from a local `config.json`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .checks import parse_json
 from .errors import ArgumentError, UnsupportedModelError
 from .shapes import GDNShape, require_int
 
@@ -289,9 +289,9 @@ def load_model_shape(name_or_path: str) -> ModelShape:
         if name_or_path.lower() in (name.lower(), f"qwen/{name}".lower()):
             return model
     path = Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        path = path / "config.json" if path.is_dir() else path
+        config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArgumentError(
             f"model: expected a name ({', '.join(MODELS)}) or a config.json, got {name_or_path!r}: no such file"

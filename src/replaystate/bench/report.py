@@ -50,6 +50,7 @@ class Report:
         benchmark: its name.
         results, checks, skipped: as in the file.
         command: the command line that makes the file again; None: that of this process.
+        threads: torch threads while it measured; None: those of this process now.
     """
 
     benchmark: str
@@ -57,6 +58,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     command: str | None = None
+    threads: int | None = None
 
     def add(self, name: str, **values: Any) -> None:
         """One result; values are numbers, strings, or dataclasses such as `Timing`."""
@@ -80,7 +82,7 @@ class Report:
             "benchmark": self.benchmark,
             "version": importlib.metadata.version("replaystate") if _installed() else "source",
             "command": self.command or " ".join(["python", *sys.argv]),
-            "environment": environment(),
+            "environment": environment() | ({} if self.threads is None else {"threads": self.threads}),
             "results": self.results,
             "checks": [asdict(check) for check in self.checks],
             **({"skipped": self.skipped} if self.skipped else {}),

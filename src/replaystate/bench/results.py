@@ -7,11 +7,13 @@ Both are objects with "results". The first kind (`replaystate.bench.report`) has
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks import parse_json
 from ..errors import ArgumentError
 from .report import SCHEMA
 
@@ -109,11 +111,13 @@ def read_results(path: Path) -> ResultFile:
         ArgumentError: it cannot be read, is no JSON, or has no results in a form known here.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     except json.JSONDecodeError as error:
         raise ArgumentError(f"{path}: expected a JSON file of results, line {error.lineno}: {error.msg}") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path}: expected a JSON file of results: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):
         raise ArgumentError(f'{path}: expected an object with a list "results", as `replaystate bench run` writes it')
     if "schema" in document and document["schema"] != SCHEMA:
@@ -127,7 +131,11 @@ def read_results(path: Path) -> ResultFile:
 
 
 def _read_report(source: str, document: dict[str, Any]) -> ResultFile:
-    environment = document["environment"]
+    environment, checks = document["environment"], document.get("checks", [])
+    if not isinstance(environment, dict) or not isinstance(document.get("command", ""), str):
+        raise ValueError("environment, command: expected an object and a text")
+    if not isinstance(checks, list) or not all(isinstance(check, dict) for check in checks):
+        raise ValueError("checks: expected a list of objects")
     names = ("version", "python", "torch", "system", "threads", "isa", "cpus", "load")
     values = {"version": document["version"], **environment}
     facts = {name: str(values[name]) for name in names if values.get(name) is not None}
@@ -160,6 +168,7 @@ def _report_result(entry: dict[str, Any]) -> Result:
     if "filling" in parameters and width is not None and name != "adapter":
         kind = "step"
     family = "; ".join([kind, _describe(plain), WINDOW_LENGTH.sub("", WIDTH.sub("", what))])
+    _check_row(name, rows, time["median_us"], entry.get("model_bytes"), entry.get("of_copy"))
     return Result(
         ", ".join(part for part in (name, _describe(parameters)) if part), variant, None if rows is None else int(rows),
         float(time["median_us"]), float(time["iqr_us"]), entry.get("model_bytes"), entry.get("of_copy"),
@@ -194,9 +203,11 @@ def _read_gpu_script(source: str, document: dict[str, Any]) -> ResultFile:
         name, filling = str(entry["name"]), str(entry["filling"])
         is_step = bool(filling)
         kind = WIDTH.sub("", name).strip(", ") if is_step else name
+        batch = int(entry["batch"]) or None
+        _check_row(name, batch, entry["us"], entry["model_bytes"] or None, entry["of_ceiling"] or None)
         results.append(
             Result(
-                name, filling or "cuda", int(entry["batch"]) or None, float(entry["us"]), None,
+                name, filling or "cuda", batch, float(entry["us"]), None,
                 int(entry["model_bytes"]) or None, float(entry["of_ceiling"]) or None,
                 (_number(WIDTH, name) or 4) if is_step else None, _filling(filling, 16), f"{kind}; cuda",
             )
@@ -205,6 +216,17 @@ def _read_gpu_script(source: str, document: dict[str, Any]) -> ResultFile:
         source, str(document["device"]), str(document["command"]), facts, float(document["copy_gb_per_s"]),
         tuple(results),
     )  # fmt: skip
+
+
+def _check_row(name: str, rows: object, us: object, model_bytes: object, share: object) -> None:
+    """Numbers that are drawn on logarithmic axes: positive, or not there."""
+    if not name or name == "None":
+        raise ValueError("name: expected a text")
+    for key, value in (("time", us), ("rows", rows), ("model_bytes", model_bytes), ("share of the copy", share)):
+        if value is None and key != "time":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name}: {key}: expected a positive number, got {value!r}")
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:

@@ -103,6 +103,7 @@ def run(plan: Plan, report: Report, progress: Callable[[int, int, str], None] | 
     """
     points = list(plan.points())
     with pinned_threads(plan.threads) if plan.device.type == "cpu" else nullcontext():
+        report.threads = torch.get_num_threads()
         for number, (work, layer, settings) in enumerate(points):
             if progress is not None:
                 progress(number, len(points), f"{work.name}, {layer.model} tp {layer.tp}, {settings.rows} rows")

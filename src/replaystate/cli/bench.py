@@ -246,7 +246,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _check_out(out: Path | None) -> None:
-    """Before anything slow happens: make the folder."""
+    """Before anything slow happens: make the folder, and see that the file can be written."""
     if out is None:
         return
     if out.is_dir():
@@ -255,6 +255,13 @@ def _check_out(out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError(f"--out: {out.parent} is no folder and cannot be made: {error.strerror}") from error
+    there = out.exists()
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise ArgumentError(f"--out: {out} cannot be written: {error.strerror}") from error
+    if not there:
+        out.unlink()
 
 
 def _split(text: str) -> list[str]:

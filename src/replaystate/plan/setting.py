@@ -22,6 +22,10 @@ CACHE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 """Bytes of an element of the attention KV cache, by the name of its dtype."""
 
 
+MOST_WINDOW = 1024
+LEAST_SHARE = 1e-6
+
+
 @dataclass(frozen=True)
 class Setting:
     """A model on devices of one kind, and how it is served.
@@ -69,14 +73,16 @@ class Setting:
             require_int("plan", name, getattr(self, name), minimum=1)
         require_int("plan", "drafts", self.drafts, minimum=0)
         check_window("plan", self.window, self.tokens)
+        if self.window > MOST_WINDOW:
+            raise ArgumentError(f"plan: window: expected at most {MOST_WINDOW}, got {self.window}")
         if not self.acceptance:
             raise ArgumentError("plan: acceptance: expected at least one probability")
         for value in self.acceptance:
             _in_range("acceptance", value, 0, 1)
         for name in ("memory_share", "bandwidth_share"):
             _in_range(name, getattr(self, name), 0, 1)
-            if not getattr(self, name):
-                raise ArgumentError(f"plan: {name}: expected more than 0")
+            if getattr(self, name) < LEAST_SHARE:
+                raise ArgumentError(f"plan: {name}: expected at least {LEAST_SHARE:g}, got {getattr(self, name):g}")
         _in_range("overhead_us", self.overhead_us, 0, math.inf)
         for name, known in (
             ("state_dtype", DTYPES),

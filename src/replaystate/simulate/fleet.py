@@ -35,6 +35,7 @@ except ImportError as error:
 
 ROUTERS = ("round-robin", "least-loaded")
 BINS_PER_DECADE = 192  # 1.2 % wide
+MOST_REPLICAS = 1_000_000
 WATERMARK = 0.01
 """Share of the memory that must stay free when a request joins others, so that it is not thrown out at once."""
 
@@ -68,6 +69,8 @@ class Fleet:
     def __post_init__(self) -> None:
         for name in ("replicas", "max_rows", "token_budget", "tokens"):
             require_int("simulate", name, getattr(self, name), minimum=1)
+        if self.replicas > MOST_REPLICAS:
+            raise ArgumentError(f"simulate: replicas: expected at most {MOST_REPLICAS:,}, got {self.replicas:,}")
         if self.router not in ROUTERS:
             raise ArgumentError(f"simulate: router: expected one of {', '.join(ROUTERS)}, got {self.router!r}")
         if self.token_budget <= self.max_rows * self.tokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+from ..checks import parse_json
 from ..errors import ArgumentError
 from ..plan import WEIGHT_BYTES, StepCost
 
@@ -93,7 +93,7 @@ def read_measured(path: Path) -> MeasuredTimes:
         ArgumentError: a file that cannot be read or does not hold that.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"step times: {path}: {error.strerror or error}") from None
     except ValueError:

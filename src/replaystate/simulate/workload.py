@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator
@@ -12,10 +11,13 @@ from typing import Any
 
 import torch
 
+from ..checks import parse_json
 from ..errors import ArgumentError
 from ..shapes import require_int
 
 NO_PREFIX = -1
+MOST_TOKENS = 1 << 22  # of a prompt or an output
+MOST_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def synthetic(name: str, requests: int, rate: float, seed: int) -> Workload:
     if name not in TRACES:
         raise ArgumentError(f"trace: expected one of {', '.join(TRACES)}, or a file, got {name!r}")
     require_int("simulate", "requests", requests, minimum=1)
+    if requests > MOST_REQUESTS:
+        raise ArgumentError(f"simulate: requests: expected at most {MOST_REQUESTS:,}, got {requests:,}")
     mix, random = TRACES[name], torch.Generator().manual_seed(seed)
     prompts = _lognormal(mix.prompt_median, mix.prompt_spread, mix.longest, requests, random)
     outputs = _lognormal(mix.output_median, mix.output_spread, mix.longest, requests, random)
@@ -138,7 +142,7 @@ def read_trace(path: Path, *, rate: float | None = None, requests: int | None = 
             break
         where = f"{path}:{number}"
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             raise ArgumentError(f"{where}: not JSON") from None
         if not isinstance(entry, dict):
@@ -174,8 +178,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _count(entry: dict[str, Any], key: str, where: str, minimum: int) -> int:
     value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**40:
-        raise ArgumentError(f"{where}: {key}: expected an integer of at least {minimum}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MOST_TOKENS:
+        raise ArgumentError(f"{where}: {key}: expected an integer in {minimum}..{MOST_TOKENS}, got {value!r}")
     return value
 
 
