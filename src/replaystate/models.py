@@ -200,7 +200,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         UnsupportedModelError: no Gated DeltaNet layer, or a layer of a kind that is unknown here.
 
     >>> tiny = Path("examples/tiny_gdn/model/config.json")
-    >>> from_config(json.loads(tiny.read_text()), "tiny").num_gdn_layers
+    >>> from_config(parse_json(tiny.read_text()), "tiny").num_gdn_layers
     3
     """
     if not isinstance(config, Mapping):
