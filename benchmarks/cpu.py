@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm_cpu_op import BURST  # the script beside this one: both sides of the comparison time as many calls
 
 from replaystate import GDNShape, ReplayCache, gated_delta_rule, replay_step
 from replaystate.bench import Report, Timing, measure, step_bytes, timing
@@ -32,7 +33,6 @@ SHAPE = GDNShape(16, 32, 128, 128)
 H, HV, K, V = SHAPE.sizes
 ROTATE_BYTES = 256 << 20
 INPUT_SETS = 4
-BURST = 5
 SETTLE = 0.005  # seconds between the turns of two processes: idle OpenMP threads spin for a while before they sleep
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
